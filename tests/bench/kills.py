@@ -2,6 +2,7 @@
 
     python -m tests.bench.kills [--runs 3] [--streams 32] [--tokens 200]     one replica killed after a second
     python -m tests.bench.kills --kills 200 [--seed 1] [--streams 32]        random kills under streams without end
+    python -m tests.bench.kills --kills 200 --victims replica,rank,router    with two routers, which are killed too
     python -m tests.bench.kills --faults stall,cut --kills 100               the same with other faults than kills
 
 The demo model, two replicas, each a tensor-parallel pair, behind a real Serve proxy on loopback. Every stream is
@@ -33,7 +34,7 @@ from rich.table import Column, Table
 from tests.bench.machine import provenance
 from tests.bench.random_faults import CUT, KILL, KINDS
 from tests.bench.random_kills import RandomKiller
-from tests.bench.siege import DIFFERS, SAME, until_back, verdict
+from tests.bench.siege import DIFFERS, RANK, REPLICA, ROUTER, SAME, VICTIMS, until_back, verdict
 from tests.bench.switchboard import Switchboard
 from tests.chaos.streams import BROKEN, ERROR, HANG, SHORT, WHOLE, client_of, greedy_or_seeded, read_all
 from tests.e2e.harness import App, deploy, kill, replica_processes, start_ray, start_serve
@@ -119,9 +120,17 @@ def figures_table(figures: dict[str, Any], title: str = "random kills") -> Table
 
 
 def _kinds(text: str) -> tuple[str, ...]:
+    return _some_of(KINDS, text)
+
+
+def _victims(text: str) -> tuple[str, ...]:
+    return _some_of(tuple(VICTIMS), text)
+
+
+def _some_of(known: tuple[str, ...], text: str) -> tuple[str, ...]:
     kinds = tuple(text.split(","))
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(KINDS)}")
+    if unknown := [kind for kind in kinds if kind not in known]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
     return kinds
 
 
@@ -133,17 +142,22 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--kills", type=int, default=0, help="so many random faults instead of the comparison")
     parser.add_argument("--faults", type=_kinds, default=(KILL,), help=f"kinds of them: some of {','.join(KINDS)}")
+    named = f"kinds of processes to kill: some of {','.join(sorted(VICTIMS))}"
+    parser.add_argument("--victims", type=_victims, default=(REPLICA, RANK), help=named)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
     if options.faults != (KILL,) and not options.kills:
         parser.error("--faults needs --kills, the number of faults, such as --kills 100")
+    if ROUTER in options.victims and not options.kills:
+        parser.error("--victims router needs --kills, the number of kills, such as --kills 100")
+    routers = {"routers": 2} if ROUTER in options.victims else {}
     with ExitStack() as stack:
         board = stack.enter_context(Switchboard()) if CUT in options.faults else None
-        app = stack.enter_context(served_demo(board))
+        app = stack.enter_context(served_demo(board, **routers))
         if options.kills:
             run = options.kills, options.streams, options.tokens, options.seed, options.faults
-            report = asyncio.run(RandomKiller(app, *run, board).run())
+            report = asyncio.run(RandomKiller(app, *run, board, options.victims).run())
             figures, least = report.figures(), 0.99 if KILL in options.faults else 1.0
             table = figures_table(figures, f"random faults: {', '.join(options.faults)}")
             kept = report.promise_kept and report.exact_share >= least

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from random import Random
 
-from tests.bench.siege import VICTIMS, Siege, until_back
+from tests.bench.siege import RANK, REPLICA, VICTIMS, Siege, until_back
 from tests.bench.switchboard import Switchboard
 from tests.e2e.harness import App, router_processes
 
@@ -18,34 +18,43 @@ KINDS = (KILL, STALL, CUT)
 SHORTEST, LONGEST = 2.0, 10.0  # seconds
 # What stands before a router takes it for dead after 8 s without a word, and tells its clients.
 LONGEST_OF_ROUTER = 6.0
-STOPPED = {**VICTIMS, "router": router_processes}
 
 
 class RandomFaults:
-    """Draws faults of some `kinds` and notes them in a report. board: what the links go through, for cuts."""
+    """Draws faults of some `kinds` and notes them in a report.
+
+    board: what the links go through, for cuts. victims: of kills, names in `VICTIMS`.
+    """
 
     def __init__(
-        self, app: App, report: Siege, rng: Random, kinds: tuple[str, ...], board: Switchboard | None
+        self,
+        app: App,
+        report: Siege,
+        rng: Random,
+        kinds: tuple[str, ...],
+        board: Switchboard | None,
+        victims: tuple[str, ...] = (RANK, REPLICA),
     ) -> None:
         self._app = app
         self._report = report
         self._rng = rng
         self._kinds = kinds
         self._board = board
+        self._victims = victims
 
     async def strike(self) -> None:
         """Let one thing go wrong and wait until the app is whole again."""
         kind = self._kinds[0] if len(self._kinds) == 1 else self._rng.choice(self._kinds)
         if kind == KILL:
-            await self._report.kill_one(self._app, self._rng)
+            await self._report.kill_one(self._app, self._rng, self._victims)
         elif kind == STALL:
             await self._stall()
         else:
             await self._cut()
 
     async def _stall(self) -> None:
-        name = self._rng.choice(sorted(STOPPED))
-        victim = self._rng.choice(STOPPED[name]()).pid
+        name = self._rng.choice(sorted(VICTIMS))
+        victim = self._rng.choice(VICTIMS[name]()).pid
         seconds = self._rng.uniform(SHORTEST, LONGEST_OF_ROUTER if name == "router" else LONGEST)
         self._begin(f"{name}, stopped")
         os.kill(victim, signal.SIGSTOP)

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from tests.bench.random_faults import KILL, RandomFaults
-from tests.bench.siege import BACK, SAME, Siege
+from tests.bench.siege import BACK, RANK, REPLICA, SAME, Siege
 from tests.bench.switchboard import Switchboard
 from tests.chaos.streams import ERROR, Stream, client_of, greedy_or_seeded, read_all, read_stream
 from tests.e2e.harness import App
@@ -61,7 +61,7 @@ class RandomKills(Siege):
 class RandomKiller:
     """Keeps `streams` streams going and strikes whenever all replicas serve: a process is killed, unless told else.
 
-    faults: the kinds to draw from (`tests.bench.random_faults`). board: what the links go through, for cuts.
+    faults, victims: the kinds to draw from (`tests.bench.random_faults`). board: what the links go through, for cuts.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class RandomKiller:
         seed: int,
         faults: tuple[str, ...] = (KILL,),
         board: Switchboard | None = None,
+        victims: tuple[str, ...] = (RANK, REPLICA),
     ) -> None:
         self.report = RandomKills(seed)
         self._app = app
@@ -80,7 +81,7 @@ class RandomKiller:
         self._streams = streams
         self._tokens = tokens
         self._rng = Random(seed)
-        self._faults = RandomFaults(app, self.report, self._rng, faults, board)
+        self._faults = RandomFaults(app, self.report, self._rng, faults, board, victims)
         self._over = False
 
     async def run(self) -> RandomKills:

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
@@ -16,11 +16,19 @@ import httpx
 
 from tests.chaos.invariants import Invariants
 from tests.chaos.streams import WHOLE, Stream, client_of
-from tests.e2e.harness import App, kill, replica_processes, worker_processes
+from tests.e2e.harness import (
+    App,
+    kill,
+    replica_processes,
+    router_processes,
+    routers_running,
+    worker_processes,
+)
 
 BACK = 120.0  # seconds after which a service counts as not recovered
 SAME, DIFFERS = "same", "differs"
-VICTIMS = {"replica": replica_processes, "worker rank": worker_processes}
+RANK, REPLICA, ROUTER = "rank", "replica", "router"
+VICTIMS = {RANK: worker_processes, REPLICA: replica_processes, ROUTER: router_processes}
 
 
 @dataclass(slots=True)
@@ -48,14 +56,14 @@ class Siege:
         if stream.error is not None:
             self.errors[stream.error["code"]] += 1
 
-    async def kill_one(self, app: App, rng: Random) -> None:
-        """Kill a replica or a worker rank, and wait until the app is whole again."""
-        name = rng.choice(sorted(VICTIMS))
+    async def kill_one(self, app: App, rng: Random, kinds: Sequence[str] = (RANK, REPLICA)) -> None:
+        """Kill a process of one of the `kinds`, and wait until the app is whole again."""
+        name, routers = rng.choice(sorted(kinds)), len(router_processes())
         victim = rng.choice(VICTIMS[name]())
         self.victims.append(name)
         self.moments.append(time.monotonic())
         kill(victim)
-        self.back.append(await until_back(app, victim.pid, self.moments[-1]))
+        self.back.append(await until_back(app, victim.pid, self.moments[-1], routers))
 
     @asynccontextmanager
     async def watched(self, url: str, period: float = 0.2) -> AsyncIterator[None]:
@@ -84,8 +92,11 @@ class Siege:
         }
 
 
-async def until_back(app: App, gone: int, since: float) -> float:
-    """Return the seconds from `since` until all replicas serve, none of them with the process `gone`."""
+async def until_back(app: App, gone: int, since: float, routers: int = 0) -> float:
+    """Return the seconds from `since` until all replicas serve, none of them with the process `gone`.
+
+    routers: so many of them serve again, too.
+    """
     async with client_of(app.url) as client:
         while time.monotonic() - since < BACK:
             try:
@@ -93,10 +104,17 @@ async def until_back(app: App, gone: int, since: float) -> float:
             except (httpx.HTTPError, ValueError):
                 body = {}
             pids = [pid for replica in body.get("replicas", ()) for pid in replica["pids"]]
-            if body.get("ready") and len(body["replicas"]) == app.replicas and gone not in pids:
+            whole = body.get("ready") and len(body["replicas"]) == app.replicas and gone not in pids
+            if whole and await asyncio.to_thread(_routers_are, routers, gone):
                 return time.monotonic() - since
             await asyncio.sleep(0.1)
     return float("inf")
+
+
+def _routers_are(count: int, gone: int) -> bool:
+    """Whether at least `count` routers run, none of them with the process `gone`."""
+    there = [one.pid for one in router_processes()]
+    return gone not in there and len(there) >= count and routers_running() >= count
 
 
 def verdict(stream: Stream, undisturbed: Stream) -> str:

@@ -18,7 +18,7 @@ import psutil
 import ray
 from ray import serve
 from ray.serve.context import _get_global_client
-from ray.serve.schema import ServeDeploySchema
+from ray.serve.schema import ReplicaState, ServeDeploySchema
 
 from cluster.app import build
 from deploy.serve.environment import LOCAL_RAY
@@ -185,6 +185,12 @@ def worker_processes() -> list[psutil.Process]:
 def router_processes(app: str = APP) -> list[psutil.Process]:
     """Processes of the routers, oldest first."""
     return processes(f"ray::ServeReplica:{app}:Router")
+
+
+def routers_running(app: str = APP) -> int:
+    """Return how many routers Serve says are running, those that have just died among them."""
+    states = serve.status().applications[app].deployments["Router"].replica_states
+    return states.get(ReplicaState.RUNNING, 0)
 
 
 def proxy_processes() -> list[psutil.Process]:
