@@ -18,6 +18,7 @@ from engine.report import TokenLogprob
 NOTE = "squadron.note"  # type of a router's message that is for the ingress alone
 KEPT = "squadron.kept"  # key of any message of a router: what is to be kept of the answer, `bytes`
 ROUTER_WAIT = "squadron.router_wait"  # key of the first one: seconds that an answer may wait for another router
+KEEPS = "squadron.keeps"  # key of the scope of a request whose ingress keeps what it is told
 CONTINUES = "squadron.continues"  # key of the scope of a request that is asked again: a `dict` of the next two
 NOTES = "notes"  # all that was kept, in order: a list of `bytes`
 ELAPSED = "elapsed"  # seconds since the client sent the request
@@ -25,15 +26,19 @@ ANSWER_LOG = "answer_log"  # key of `scope["state"]` in a router: the exchange's
 
 
 class AnswerFacts(Struct, frozen=True, array_like=True):
-    """What an answer shows, or is drawn with, that its request does not say. created: seconds since 1970."""
+    """What an answer shows, or is drawn with, that its request does not say.
+
+    created: seconds since 1970. asked: digest of what the router made of the request, b"" = of any.
+    """
 
     request_id: str
     created: int
     seed: int
+    asked: bytes = b""
 
 
 class _Chunk(Struct, frozen=True, array_like=True):
-    """A `TokenChunk` as it is kept. number: of the request within the call."""
+    """A `TokenChunk` as it is kept. number: of the request within the call. fingerprint: None = as the one before."""
 
     number: int
     choice: int
@@ -69,6 +74,7 @@ class AnswerLog:
         self.elapsed = elapsed
         self._new: list[_Chunk] = []
         self._untold: AnswerFacts | None = None
+        self._told_fingerprint: str | None = None
         for note in map(_decode, notes or ()):
             self.facts = self.facts or note.facts
             self.past += [(chunk.number, _chunk(chunk)) for chunk in note.chunks]
@@ -97,6 +103,8 @@ class AnswerLog:
 
     def add(self, number: int, chunk: TokenChunk) -> None:
         """Take in what came for request `number` of the call; it is told with what the answer makes of it."""
+        fingerprint = None if chunk.fingerprint == self._told_fingerprint else chunk.fingerprint
+        self._told_fingerprint = chunk.fingerprint
         self._new.append(
             _Chunk(
                 number,
@@ -104,7 +112,7 @@ class AnswerLog:
                 chunk.token_ids,
                 chunk.finish_reason,
                 chunk.num_cached_tokens,
-                chunk.fingerprint,
+                fingerprint,
                 chunk.logprobs,
                 chunk.prompt_logprobs,
             )

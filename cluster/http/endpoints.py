@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 from msgspec import Raw, json
@@ -67,10 +69,20 @@ class Incoming:
     visit: Visit
     log: AnswerLog
 
-    def same(self, call: Call) -> Call:
-        """Return the call with what its answer shows: as it was begun, where an earlier router has begun it."""
-        facts = self.log.begin(AnswerFacts(call.request_id, call.created, call.seed))
-        return replace(call, request_id=facts.request_id, created=facts.created, seed=facts.seed)
+    def built(self, call: Call) -> tuple[Call, list[Request]]:
+        """Return a call and its requests with what its answer shows: as an earlier router has begun it, if one has.
+
+        Raises `ApiError` (`model_changed`) where that one made something else of the request.
+        """
+        model, begun = self.front.model, self.log.facts
+        if begun is not None:
+            call = replace(call, request_id=begun.request_id, created=begun.created, seed=begun.seed)
+        requests = build_requests(call, model)
+        facts = AnswerFacts(call.request_id, call.created, call.seed, _digest(requests))
+        if self.log.begin(facts).asked not in (facts.asked, b""):
+            message = "the routers were updated meanwhile, and make another prompt of the request; send it again"
+            raise ApiError("model_changed", message)
+        return call, requests
 
     def report_ignored(self, names: Sequence[str]) -> None:
         """Have the answer name fields of the request that had no use."""
@@ -174,8 +186,16 @@ class GenerationEndpoint(Endpoint):
             raise call.clients_error(error) from error
 
     def _built(self, incoming: Incoming, fields: Mapping[str, Any], model: ServedModel) -> tuple[Call, list[Request]]:
-        call = incoming.same(self._parse(fields, model))
-        return call, build_requests(call, model)
+        return incoming.built(self._parse(fields, model))
+
+
+def _digest(requests: Sequence[Request]) -> bytes:
+    """Return a digest of what is to be generated, by which two routers know that they mean the same."""
+    digest = blake2b(digest_size=16)
+    for request in requests:
+        digest.update(array("q", request.prompt_token_ids).tobytes())
+        digest.update(repr((request.params, request.seed)).encode())
+    return digest.digest()
 
 
 async def begun(incoming: Incoming, call: Call, requests: Sequence[Request]) -> Generation:
@@ -193,19 +213,19 @@ async def _stream(
     call: Call, generation: Generation, deltas: AsyncGenerator[Delta, None], frames: Frames, answer: Answer
 ) -> None:
     """Send frames as deltas come. Nothing is sent before the first: an early error still gets its status."""
-    before, held = generation.usage, b""
+    before, held = generation.usage, list[bytes]()
     async for delta in deltas:
         if call.continuous_usage:
             usage = generation.usage
             frames.report_usage(usage, replace(before, cached_tokens=usage.cached_tokens))
             before = usage
         if len(delta.logprobs) > MANY_LOGPROBS:
-            held += await asyncio.to_thread(frames.delta, delta)
+            held.append(await asyncio.to_thread(frames.delta, delta))
         else:
-            held += frames.delta(delta)
+            held.append(frames.delta(delta))
         if not generation.catches_up:
-            await answer.events(held)
-            held = b""
+            await answer.events(b"".join(held))
+            held.clear()
     last = frames.usage(generation.usage) if call.include_usage else b""
     await answer.end(last + DONE)
 
@@ -246,8 +266,8 @@ def _built_response(
 ) -> tuple[ResponseCall, list[Request]]:
     try:
         asked = parse_response(fields, model)
-        asked = replace(asked, call=incoming.same(asked.call))
-        return asked, build_requests(asked.call, model)
+        call, requests = incoming.built(asked.call)
+        return replace(asked, call=call), requests
     except InvalidRequestError as error:
         raise renamed(error) from error
 
@@ -261,6 +281,7 @@ class EmbeddingsEndpoint(Endpoint):
         incoming.exchange["id"] = call.request_id
         incoming.report_ignored(call.ignored)
         await visit.charge_prompt(call.num_tokens)
+        incoming.log.begin(AnswerFacts(call.request_id, 0, 0))
         track = front.metrics.track(call.requests, visit.charge_output)
         vectors = await embedded(call, visit.source, track)
         await answer.json(200, await whole_answer(call, vectors, front.model_id))

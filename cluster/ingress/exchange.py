@@ -27,7 +27,8 @@ STALLED = 600.0  # seconds; a client that takes nothing for so long is taken for
 MOST_OF_ONE = 32 << 20  # bytes that are kept of one exchange: what was asked and what its routers said
 TICK = 1.0  # seconds between two looks at whether a router lives
 LEASE = 5  # looks without a word of a router after which it is dead: it says something between two of them
-QUIET = 5  # looks without a byte for a client that waits for another router, until it gets a comment
+QUIET = 5.0  # seconds without a byte for a client that waits for another router, until it gets a comment
+OVERHEAD = 256  # bytes that a kept message takes beside its content
 COMMENT = b": waiting for another router\n\n"  # source: WHATWG HTML, server-sent events: clients pass over it
 REPEATED = frozenset(  # a POST that has no effect but its answer
     {
@@ -90,6 +91,7 @@ class Exchange:
         self._size = 0
         self._keeps = _is_repeated(scope)
         self._digest = blake2b(digest_size=16)
+        self._sent_at = self._began
 
     @property
     def continuable(self) -> bool:
@@ -128,13 +130,13 @@ class Exchange:
         message, self._arriving = self.arriving().result(), None
         if message["type"] == "http.disconnect":
             self.over = True
-        elif self._keep(len(message.get("body", b""))):
+        elif self._keep(len(message.get("body", b"")) + OVERHEAD):
             self._asked.append(message)
         return message
 
     def keep(self, note: bytes) -> None:
         """Keep what a router told of the answer."""
-        if self._keep(len(note)):
+        if self._keep(len(note) + OVERHEAD):
             self._notes.append(note)
 
     async def pass_on(self, message: Message) -> None:
@@ -146,15 +148,20 @@ class Exchange:
             self.sent += len(body)
             self._digest.update(body)
             self.over |= not message.get("more_body", False)
+        await self._send_in_time(message)
+
+    async def comment(self) -> None:
+        """Show a client of a stream that has waited for a while that its connection lives."""
+        if self.streams_events and self._loop.time() - self._sent_at >= QUIET:
+            await self._send_in_time({"type": "http.response.body", "body": COMMENT, "more_body": True})
+
+    async def _send_in_time(self, message: Message) -> None:
         try:
             async with asyncio.timeout(STALLED):
                 await self._send(message)
         except TimeoutError:
             self.over = self.stalled = True
-
-    async def comment(self) -> None:
-        """Show a client that waits that its connection lives."""
-        await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+        self._sent_at = self._loop.time()
 
     async def pause(self, seconds: float) -> None:
         """Wait, but no longer than the client does."""
@@ -188,25 +195,28 @@ class Exchange:
 class Attempt:
     """One router's answer to an exchange. learning: a 404 of the proxy itself is no answer, for it knows no app yet.
 
-    unknown: it was such a 404. wait: seconds that answers may wait for another router, as this one says; None = it
-    says nothing. heard: whether it has said anything. differs: it made other bytes than those that the client has.
-    refused: the error with which it would not go on with an answer that the client has in part.
+    beats: routers are known to say something now and then. unknown: it was such a 404. wait: seconds that answers may
+    wait for another router, as this one says; None = it is of an earlier version, or was lost before it said so.
+    heard: whether it has said anything. differs: it made other bytes than those that the client has. silent: it was
+    given up as it said nothing. refused: the error with which it would not go on with an answer that was begun.
     """
 
-    def __init__(self, exchange: Exchange, learning: bool = False) -> None:
+    def __init__(self, exchange: Exchange, learning: bool = False, beats: bool = False) -> None:
         self.unknown = False
         self.differs = False
+        self.silent = False
         self.refused: dict[str, Any] | None = None
         self.wait: float | None = None
         self._exchange = exchange
         self._learning = learning
+        self._beats = beats
         self._loop = asyncio.get_running_loop()
         self._given = 0  # messages of the client's
         self._news = self._loop.create_future()  # done when the router is to be told something
         self._believed = True
         self._given_up = self._loop.create_future()
         self.heard = False
-        self._silent = 0
+        self._quiet = 0
         self._sending = False
         self._behind = exchange.sent if exchange.started else 0  # bytes that the client has already
         self._again = blake2b(digest_size=16)
@@ -223,13 +233,13 @@ class Attempt:
         task.add_done_callback(_look_at)
         try:
             while not await self._ends(task):
-                self._silent += not self._sending  # nothing more is heard while the client reads slowly
-                if self.heard and self._silent > LEASE:
-                    log.warning("a router says nothing for %d s: another one goes on with its answer", LEASE)
+                self._quiet += not self._sending  # nothing more is heard while the client reads slowly
+                late = not (self.heard or self._sending or until is None or self._loop.time() <= until)
+                self.silent = late or (self._beats and self._quiet > LEASE)
+                if self.silent and self._exchange.continuable:
+                    log.warning("a router says nothing: the request is asked again")
                     return
-                if not self.heard and until is not None and self._loop.time() > until:
-                    return
-                if self._joins and self._silent % QUIET == QUIET - 1 and self._exchange.streams_events:
+                if self._joins:
                     await self._exchange.comment()
         finally:
             self._believed = False
@@ -260,33 +270,33 @@ class Attempt:
         if not self._believed or self._exchange.stalled:
             return
         self._take_note(message)
-        self._silent, self._sending = 0, True
+        self._quiet, self._sending = 0, True
         if message["type"] == "http.response.start":
             await self._start(message)
         elif message["type"] == "http.response.body" and not self._unanswered:
             await self._body(message)
         self._sending = False
+        self.heard |= not self._unanswered
 
     def _take_note(self, message: Message) -> None:
         note, wait = message.pop(KEPT, None), message.pop(ROUTER_WAIT, None)
         if note is not None:
             self._exchange.keep(note)
         if wait is not None:
-            self.heard, self.wait = True, wait
+            self._beats, self.wait = True, wait
 
     async def _start(self, message: Message) -> None:
         exchange = self._exchange
         self._asks = message.pop(ASKS_TAKEN, False)
-        kind = Headers(raw=message["headers"]).get("content-type", "")
-        if exchange.started:
-            if message["status"] != 200 or not kind.startswith("text/event-stream"):
-                self._refusal = bytearray()
-            return
-        message["headers"] = self._with_one_id(message["headers"])
+        kind, status = Headers(raw=message["headers"]).get("content-type", ""), message["status"]
         plain = kind.startswith("text/plain")  # as Serve's own words are, and no router's
-        self.unknown = plain and self._learning and message["status"] == 404
-        self._unanswered = self.unknown or (plain and message["status"] == 503)
-        if not self._unanswered:
+        self.unknown = plain and self._learning and status == 404
+        self._unanswered = self.unknown or (plain and status == 503)
+        if exchange.started:
+            if not self._unanswered and (status != 200 or not kind.startswith("text/event-stream")):
+                self._refusal = bytearray()
+        elif not self._unanswered:
+            message["headers"] = self._with_one_id(message["headers"])
             exchange.streams_events = kind.startswith("text/event-stream")
             await self._pass_on(message)
 
@@ -302,7 +312,8 @@ class Attempt:
             had, body = body[: self._behind], body[self._behind :]
             self._behind -= len(had)
             self._again.update(had)
-            if not self._behind and self._again.digest() != self._exchange.digest:
+            cut = self._behind > 0 and not message.get("more_body", False)
+            if cut or (not self._behind and self._again.digest() != self._exchange.digest):
                 self.differs, self._believed = True, False
                 self._given_up.set_result(None)
                 return

@@ -27,6 +27,7 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cluster.answer_log import KEEPS
 from cluster.client_id import is_client_id
 from cluster.errors import ApiError
 from cluster.ingress.bounded_http import bound_http
@@ -37,16 +38,16 @@ from cluster.telemetry.logs import about, log_to_serve
 CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 CALLBACK = "cluster.ingress.guard:proxy_middlewares"
 MARK = b"x-squadron-guard"  # on requests that came through the guard; a client's own is taken off
-# Its values: this guard reports what the client has taken, to a router that asks; and keeps what it is told, too.
-TELLS_TAKEN, KEEPS = b"2", b"3"
+TELLS_TAKEN = b"2"  # its value: this guard reports what the client has taken, to a router that asks
 WINDOWED = "windowed"  # key of `scope["state"]` in a router that sends no more than a little beyond that
 CLOSED = "/-/routes"
 MOST_KEPT = 512 << 20  # bytes of all exchanges; what is beyond that is lost with its router
 ROUTER_WAIT_UNTOLD = 60.0  # seconds; before a router has said how long its answers may wait for another one
-# Routers that may die of a request without bringing anything, and those that may before they say that they have it.
-MOST_LOSSES, MOST_TRIES = 3, 12
+# Routers that may die of a request: without bringing anything, before they say that they have it, and in all.
+MOST_LOSSES, MOST_TRIES, MOST_OF_ALL = 3, 12, 24
 # Seconds in which a proxy that was just started may not know its apps yet, and says of any path that it is not there.
 LEARNING = 10.0
+CHANGED = "model_changed"  # of a refusal that no later router takes back
 _NUMBER = re.compile(rb'"sequence_number":(\d+)')  # the events of `/v1/responses` are numbered
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class RouterLossGuard:
         self._learns_until = clock() + LEARNING
         self._budget = Budget(MOST_KEPT)
         self._wait = ROUTER_WAIT_UNTOLD
+        self._beats = False  # whether routers are known to say something now and then
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one exchange on (ASGI)."""
@@ -83,7 +85,8 @@ class RouterLossGuard:
             await refuse(not_there(_request_id(scope) or f"req-{secrets.token_hex(16)}"), send)
             return
         named = _request_id(scope) is not None
-        scope["headers"] = [*(one for one in scope["headers"] if one[0] != MARK), (MARK, KEEPS)]
+        scope["headers"] = [*(one for one in scope["headers"] if one[0] != MARK), (MARK, TELLS_TAKEN)]
+        scope[KEEPS] = True
         exchange = Exchange(scope, receive, send, self._budget, named)
         try:
             await self._answered(exchange, send)
@@ -94,16 +97,17 @@ class RouterLossGuard:
         """Have routers answer, one after the other, until the answer is complete."""
         losses = Losses()
         while True:
-            attempt = Attempt(exchange, learning=self._clock() < self._learns_until)
-            scope = exchange.scope_of(again=losses.any)
+            attempt = Attempt(exchange, self._clock() < self._learns_until, self._beats)
+            scope = exchange.scope_of(again=losses.had_it)
             await attempt.run(self._app, scope, losses.until)
-            self._wait = self._wait if attempt.wait is None else attempt.wait
+            if attempt.wait is not None:
+                self._wait, self._beats = attempt.wait, True
             if exchange.over:
                 return
             if attempt.unknown:
                 await refuse(no_router(exchange.shown_id or _request_id(scope)), send)
                 return
-            losses.add(exchange.progress, attempt.heard and attempt.refused is None, self._wait)
+            losses.add(exchange.progress, attempt, self._wait)
             why = _why_final(attempt, losses)
             if why is None and exchange.continuable:
                 await exchange.pause(losses.pause)
@@ -126,20 +130,17 @@ class Losses:
 
     def __init__(self) -> None:
         self.until: float | None = None
+        self.had_it = False  # whether any of them is known to have had the request
         self._progress: tuple[int, int] | None = None
         self._with_it = 0  # routers that had the request and brought nothing
         self._tries = 0
-
-    @property
-    def any(self) -> bool:
-        """Whether there were any."""
-        return self.until is not None
+        self._all = 0
 
     @property
     def too_many(self) -> str | None:
         """Why to give up: nobody came in time, or all who had the request died of it, for all one can see."""
-        if self._with_it >= MOST_LOSSES or self._tries >= MOST_TRIES:
-            return f"{self._tries} routers died of it"
+        if self._with_it >= MOST_LOSSES or self._tries >= MOST_TRIES or self._all >= MOST_OF_ALL:
+            return f"{self._all} routers died of it"
         late = self.until is not None and asyncio.get_running_loop().time() >= self.until
         return "no other router went on with it in time" if late else None
 
@@ -148,21 +149,24 @@ class Losses:
         """Seconds until it is asked again: Serve takes a moment to notice that a router is gone."""
         return float(min(0.01 * 2**self._tries, 1.0))
 
-    def add(self, progress: tuple[int, int], heard: bool, wait: float) -> None:
-        """Take note of a loss. progress: of the answer, so far. heard: whether the router had the request."""
+    def add(self, progress: tuple[int, int], attempt: Attempt, wait: float) -> None:
+        """Take note of a loss. progress: of the answer, so far. wait: seconds that it may wait for another router."""
         if progress != self._progress:
             self._progress, self._with_it, self._tries = progress, 0, 0
             self.until = asyncio.get_running_loop().time() + wait
-        self._with_it += heard
-        self._tries += 1
+        self.had_it |= attempt.heard
+        died = not attempt.silent and attempt.refused is None
+        self._with_it += died and attempt.heard
+        self._tries += died
+        self._all += died
 
 
 def _why_final(attempt: Attempt, losses: Losses) -> str | None:
     """Return why no further router is asked, None where one is."""
     if attempt.differs:
         return "another router made another answer"
-    if attempt.refused is not None and not attempt.refused.get("retryable"):
-        return f"another router refused it: {attempt.refused.get('code')}"
+    if (refused := attempt.refused) is not None and (not refused.get("retryable") or refused["code"] == CHANGED):
+        return f"another router refused it: {refused.get('code')}"
     return losses.too_many
 
 

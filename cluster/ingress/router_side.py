@@ -12,9 +12,9 @@ from ray.exceptions import RayError
 from ray.serve._private import constants
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.answer_log import ANSWER_LOG, KEPT, NOTE, ROUTER_WAIT, AnswerLog
+from cluster.answer_log import ANSWER_LOG, KEEPS, KEPT, NOTE, ROUTER_WAIT, AnswerLog
 from cluster.ingress.exchange import ASKS_TAKEN, TAKEN, TICK
-from cluster.ingress.guard import CALLBACK, CALLBACK_VARIABLE, KEEPS, MARK, TELLS_TAKEN, WINDOWED
+from cluster.ingress.guard import CALLBACK, CALLBACK_VARIABLE, MARK, TELLS_TAKEN, WINDOWED
 from engine.errors import ConfigError
 
 BEAT = TICK  # seconds without a word to the guard after which it is told that this router lives
@@ -49,18 +49,18 @@ class IngressCheck:
             if not self.guarded and not self._warned:
                 self._warned = True
                 log.warning(UNGUARDED)
-            if marks in ([TELLS_TAKEN], [KEEPS]):  # one of an earlier version reports nothing
+            if marks == [TELLS_TAKEN]:  # one of an earlier version reports nothing
                 scope.setdefault("state", {})[WINDOWED] = True
                 window = _SendWindow(receive, send)
                 receive, send = window.receive, window.send
-            if marks == [KEEPS]:
+            if scope.get(KEEPS):
                 await self._told(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
     async def _told(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Have the guard told what another router needs to go on with the answer."""
-        answer_log = scope["state"][ANSWER_LOG] = AnswerLog.of(scope)
+        answer_log = scope.setdefault("state", {})[ANSWER_LOG] = AnswerLog.of(scope)
         teller = _Teller(answer_log, send, self._router_wait)
         beating = asyncio.create_task(teller.beat())
         try:
@@ -94,6 +94,7 @@ class _Teller:
             await asyncio.sleep(NOTE_AFTER)
             silent = 0.0 if self._spoke else silent + NOTE_AFTER
             if silent >= BEAT or (silent and self._log.has_news):
+                silent = 0.0
                 await self.send({"type": NOTE})
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -25,6 +27,7 @@ from cluster.token_source import TokenChunk, TokenSource
 from engine.request import Request
 from engine.text.tokenizer import Tokenizer
 
+REPLAYED_AT_ONCE = 32  # chunks of an earlier router, whose frames take a few milliseconds
 MANY_LOGPROBS = 512  # from so many tokens on, encoding their log-probabilities takes milliseconds: worth a thread
 
 
@@ -46,9 +49,11 @@ class Generation:
         log: AnswerLog | None = None,
     ) -> None:
         """log: of the answer; what an earlier router has had comes from there, and is not computed again."""
-        self.catches_up = False
+        self.catches_up = self._replays = False
         self._log = log or NoLog()
-        self._requests = requests
+        # The earlier router may live, and have the request by its name still.
+        again = f"-again{secrets.randbelow(10**9)}" if self._log.continues else ""
+        self._requests = [replace(one, request_id=one.request_id + again) for one in requests] if again else requests
         self._source = source
         self._track = track
         self._n = call.params.n
@@ -120,7 +125,7 @@ class Generation:
         self._cached.setdefault(number, chunk.num_cached_tokens)
         delta = choice.take(chunk)
         if delta.token_ids:
-            self._track.tokens(index, len(delta.token_ids))
+            self._track.tokens(index, len(delta.token_ids), again=self._replays)
         if delta.finish_reason is not None:
             self._open -= 1
             self._track.ended(index, "length" if delta.finish_reason == "length" else "stop")
@@ -130,9 +135,13 @@ class Generation:
 
     async def _chunks(self) -> AsyncGenerator[tuple[int, TokenChunk], None]:
         """Yield what an earlier router has had, then what comes."""
-        for i, (number, chunk) in enumerate(self._log.past, 1):
-            self.catches_up = i < len(self._log.past)
+        past = self._log.past
+        for i, (number, chunk) in enumerate(past, 1):
+            self.catches_up, self._replays = i < len(past), True
+            if i % REPLAYED_AT_ONCE == 0:
+                await asyncio.sleep(0)  # others have their turn: their clients wait, too
             yield number, chunk
+        self._replays = False
         async with aclosing(self._new_chunks(self._unfinished())) as chunks:
             async for number, chunk in chunks:
                 self._log.add(number, chunk)
@@ -154,13 +163,13 @@ class Generation:
         """Return what is left to run, by number: of a request that has run, the choices that are not done."""
         if not self._log.past:
             return dict(enumerate(self._requests))
-        logs: dict[int, dict[int, tuple[int, ...]]] = {number: {} for number in range(len(self._requests))}
+        logs = [defaultdict[int, list[int]](list) for _ in self._requests]
         for number, chunk in self._log.past:
-            logs[number][chunk.choice] = logs[number].get(chunk.choice, ()) + chunk.token_ids
-        left = {number: self._rest(number, log) for number, log in logs.items()}
+            logs[number][chunk.choice] += chunk.token_ids
+        left = {number: self._rest(number, log) for number, log in enumerate(logs)}
         return {number: request for number, request in left.items() if request is not None}
 
-    def _rest(self, number: int, log: Mapping[int, tuple[int, ...]]) -> Request | None:
+    def _rest(self, number: int, log: Mapping[int, list[int]]) -> Request | None:
         """Return request `number` as it goes on behind the output tokens of its choices, None where all are done."""
         first = number * self._n
         open_ones = [c for c in range(self._n) if not self._choices[first + c].done]
@@ -169,7 +178,7 @@ class Generation:
         scored = len(self.prompts[number].logprobs)
         return replace(
             self._requests[number],
-            resume={c: log.get(c, ()) for c in open_ones} if any(log.values()) else None,
+            resume={c: tuple(log.get(c, ())) for c in open_ones} if any(log.values()) else None,
             num_scored_tokens=scored + 1 if scored else 0,
             retried=True,
         )

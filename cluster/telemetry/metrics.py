@@ -205,9 +205,14 @@ class RequestTrack:
         self._tokens = [0] * choices
         self._choices = set(range(choices))
 
-    def tokens(self, choice: int, count: int) -> None:
-        """Note `count` (at least one) new tokens of a choice."""
+    def tokens(self, choice: int, count: int, again: bool = False) -> None:
+        """Note `count` (at least one) new tokens of a choice. again: another router had and counted them."""
         now = self._metrics.clock()
+        if again:
+            self._first[choice] = self._first[choice] or now
+            self._last[choice], self._requests = now, ()
+            self._tokens[choice] += count
+            return
         if self._tokens[choice]:
             self._metrics.inter_token_latency.observe((now - self._last[choice]) / count)
         else:

@@ -155,14 +155,13 @@ class RouterLab:
             await self.add()
 
     async def _proxy(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have the router answer that has the fewest exchanges; wait for one where there is none."""
+        """Have the router answer that was asked the fewest times, be it stopped; wait for one where there is none."""
         if scope["type"] != "http":
             await self._lifespan(receive, send)
             return
         async with self._came:
-            await self._came.wait_for(lambda: any(one.runs.is_set() for one in self.routers))
-        running = [one for one in self.routers if one.runs.is_set()]
-        await min(running, key=lambda one: one.asked)(scope, receive, send)
+            await self._came.wait_for(lambda: self.routers)
+        await min(self.routers, key=lambda one: one.asked)(scope, receive, send)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while True:

@@ -13,9 +13,10 @@ import pytest
 import uvicorn.config
 from ray.exceptions import ActorDiedError, TaskCancelledError
 
+from cluster.answer_log import KEPT, ROUTER_WAIT
 from cluster.client_id import SERVERS_NAME
 from cluster.ingress.bounded_http import BoundedHttp
-from cluster.ingress.guard import CALLBACK, KEEPS, LEARNING, MARK, RouterLossGuard, proxy_middlewares
+from cluster.ingress.guard import CALLBACK, LEARNING, MARK, TELLS_TAKEN, RouterLossGuard, proxy_middlewares
 from cluster.ingress.router_side import IngressCheck
 from deploy.cli.client import is_guarded
 from tests.openai_app import serving
@@ -277,7 +278,7 @@ async def test_a_clients_own_mark_does_not_reach_the_router() -> None:
         await send(part(b"", more=False))
 
     await ask(app, [(MARK, b"forged")])
-    assert seen == [KEEPS]
+    assert seen == [TELLS_TAKEN]
 
 
 def test_serve_finds_the_middleware_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,3 +303,140 @@ def _with_lifespan(app):
         await app(scope, receive, send)
 
     return whole
+
+
+# --- what another router makes of an answer that was begun
+
+
+def told(message: dict, note: bytes = b"n") -> dict:
+    """A message of a router that has what it makes kept."""
+    return message | {KEPT: note, ROUTER_WAIT: 2.0}
+
+
+async def ask_again(*answers: list) -> list[dict]:
+    """What a client gets of a POST for which one router after the other answers, each so far and no further."""
+    left = iter(answers)
+
+    async def app(scope, receive, send) -> None:
+        for message in next(left):
+            if message is None:
+                await asyncio.Event().wait()
+            await send(dict(message))
+
+    sent: list[dict] = []
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    async def receive() -> dict:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    async with asyncio.timeout(30):
+        await RouterLossGuard(app)(scope, receive, send)
+    return sent
+
+
+BEGUN = [told(start()), told(part(b"data: 1\n\n")), told(part(b"data: 2\n\n"))]
+REST = part(b"data: 3\n\ndata: [DONE]\n\n", more=False)
+
+
+def body_of(sent: list[dict]) -> bytes:
+    return b"".join(one.get("body", b"") for one in sent)
+
+
+async def test_what_the_client_has_is_dropped_however_it_is_cut() -> None:
+    again = [told(start()), told(part(b"da")), told(part(b"ta: 1\n\ndata: 2\n\nda")), part(b"ta: 3\n\n", more=False)]
+    sent = await ask_again(BEGUN, again)
+    assert body_of(sent) == b"data: 1\n\ndata: 2\n\ndata: 3\n\n"
+    assert [one["type"] for one in sent].count("http.response.start") == 1
+    assert not sent[-1]["more_body"]
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        [told(start()), told(part(b"data: 1\n\ndata: X\n\n")), REST],
+        [told(start()), told(part(b"data: 1\n\n", more=False))],
+        [told(start()), told(part(b'data: {"error":{}}\n\n', more=False))],
+        [told(start([(b"content-type", b"application/json")], 400)), told(part(b"{}", more=False))],
+    ],
+    ids=["differs", "short", "short error", "refusal"],
+)
+async def test_another_answer_is_never_passed_off_as_the_rest(again: list) -> None:
+    sent = await ask_again(BEGUN, again)
+    assert body_of(sent[:-1]) == b"data: 1\n\ndata: 2\n\n"
+    assert json.loads(sent[-1]["body"][6:])["error"]["code"] == "router_lost"
+
+
+async def test_a_routers_own_refusal_is_the_last_event() -> None:
+    error = json.dumps({"error": {"code": "model_changed", "retryable": True}}).encode()
+    refusal = [told(start([(b"content-type", b"application/json")], 503)), part(error, more=False)]
+    sent = await ask_again(BEGUN, refusal)
+    assert json.loads(sent[-1]["body"][6:])["error"]["code"] == "model_changed"
+
+
+@pytest.mark.parametrize("code", ["no_replica", None])
+async def test_who_cannot_go_on_now_is_asked_again(code: str | None) -> None:
+    """A router without a replica, or Serve's own words where it has no router to give."""
+    error = b"no" if code is None else json.dumps({"error": {"code": code, "retryable": True}}).encode()
+    kind = b"text/plain" if code is None else b"application/json"
+    refusal = [start([(b"content-type", kind)], 503), part(error, more=False)]
+    sent = await ask_again(BEGUN, refusal, refusal, [*BEGUN, REST])
+    assert body_of(sent).endswith(b"data: [DONE]\n\n") and body_of(sent).count(b"data: 1") == 1
+
+
+async def test_a_router_of_an_earlier_version_that_goes_on_is_not_cut_off(monkeypatch) -> None:
+    """It says nothing of what it makes; what it streams is not late however long it takes."""
+    monkeypatch.setattr("cluster.ingress.exchange.TICK", 0.05)
+
+    async def slow(scope, receive, send) -> None:
+        if scope.get("again"):
+            return
+        for message in (start(), part(FRAME), part(FRAME), part(FRAME), part(FRAME, more=False)):
+            await asyncio.sleep(0.7)
+            await send(message)
+
+    answers = iter([proxy(), slow])
+    sent: list[dict] = []
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    async def receive() -> dict:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def app(*given) -> None:
+        await next(answers)(*given)
+
+    guard = RouterLossGuard(app)
+    guard._wait = 2.0
+    await guard({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}, receive, send)
+    assert body_of(sent) == 4 * FRAME
+
+
+async def test_a_router_that_says_nothing_is_left_also_before_its_first_word(monkeypatch) -> None:
+    monkeypatch.setattr("cluster.ingress.exchange.TICK", 0.05)
+    assert body_of(await ask_again(BEGUN, [None], [*BEGUN, REST])).endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_request_that_kills_every_router_a_little_later_is_given_up() -> None:
+    answers = [[told(start()), *[told(part(b"data: %d\n\n" % i)) for i in range(n)]] for n in range(1, 60)]
+    sent = await ask_again(*answers)
+    assert json.loads(sent[-1]["body"][6:])["error"]["code"] == "router_lost"
+    assert len(sent) < 40
+
+
+async def test_nothing_is_kept_of_an_exchange_that_is_over() -> None:
+    guard = RouterLossGuard(proxy(*BEGUN, REST))
+    left = guard._budget._left
+    sent: list[dict] = []
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    await guard(scope, asyncio.Event().wait, send)
+    assert guard._budget._left == left

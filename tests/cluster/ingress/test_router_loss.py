@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 
+from cluster.answer_log import CONTINUES, ELAPSED, KEEPS, NOTES, AnswerFacts, AnswerLog
 from cluster.ingress.guard import MOST_TRIES
+from cluster.ingress.router_side import IngressCheck
+from cluster.token_source import TokenChunk
 from tests.cluster.ingress.router_lab import LabRouter, RouterLab
-from tests.openai_app import MODEL
+from tests.fake_source import FakeSource
+from tests.openai_app import MODEL, app_for, served_model
 
 TOKENS = 300
 COMPLETION = {"model": MODEL, "prompt": "once", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
@@ -34,6 +38,10 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "response": ("/v1/responses", RESPONSE | {"temperature": 0, "include": ["message.output_text.logprobs"]}),
     "whole": ("/v1/completions", COMPLETION | {"stream": False, "seed": 4, "n": 2}),
+    "whole scored": (
+        "/v1/completions",
+        COMPLETION | {"stream": False, "seed": 4, "prompt": "some words", "prompt_logprobs": 2, "logprobs": 1},
+    ),
     "whole response": ("/v1/responses", RESPONSE | {"stream": False, "temperature": 0}),
 }
 UNSEEDED = COMPLETION | {"temperature": 1.0, "return_token_ids": True}
@@ -111,15 +119,58 @@ async def test_an_answer_is_what_it_would_have_been(tmp_path, kind):
     assert all(one == undisturbed for one in found)
 
 
-async def test_what_was_drawn_without_a_seed_goes_on_with_the_same_draws(tmp_path):
+async def test_what_was_drawn_without_a_seed_goes_on_with_the_same_draws(tmp_path, monkeypatch):
     """The tokens that come after a loss are those that the first router's seed would have given."""
+    seeds = iter(range(7, 1000))
     async with RouterLab(tmp_path) as lab:
+        monkeypatch.setattr("cluster.openai.validation.secrets.randbits", lambda _: next(seeds))
+        undisturbed = await said(lab, "/v1/completions", UNSEEDED | {"seed": 7})
         lab.on_message = lambda router: lab.kill(router) if router.said == 20 else None
-        (answer,) = [await lab.client.post("/v1/completions", json=UNSEEDED, timeout=60)]
-        assert lab.killed
-        frames = [json.loads(block[6:]) for block in answer.text.split("\n\n")[:-2] if block.startswith("data: ")]
-        assert len(_joined(frames)[0]["ids"]) == TOKENS
-        assert len({frame["id"] for frame in frames}) == 1
+        assert await said(lab, "/v1/completions", UNSEEDED) == undisturbed
+        assert lab.killed and next(seeds) > 8
+
+
+async def test_a_long_answer_is_made_again_in_little_turns(tmp_path):
+    """A router that goes on with one answer has time for others all the while: they would take it for dead."""
+    longest = 0.0
+
+    async def look() -> None:
+        nonlocal longest
+        while True:
+            before = asyncio.get_running_loop().time()
+            await asyncio.sleep(0.001)
+            longest = max(longest, asyncio.get_running_loop().time() - before)
+
+    eos = served_model(tmp_path).tokenizer.eos_token_id
+    source = FakeSource(lambda *_: [5] * 6000, eos=eos)
+    model = served_model(tmp_path, max_model_len=100_000)
+    log = AnswerLog()
+    log.begin(AnswerFacts("cmpl-1", 1, 1))
+    for _ in range(20_000):
+        log.add(0, TokenChunk(0, (5,), fingerprint="f"))
+    note = log.take()
+    asked = json.dumps(COMPLETION | {"max_tokens": 20_010, "seed": 1}).encode()
+    sent: list[dict[str, Any]] = []
+
+    async def send(message) -> None:
+        sent.append(message)
+
+    messages = iter([{"type": "http.request", "body": asked}])
+
+    async def receive() -> dict[str, Any]:
+        return next(messages, None) or await asyncio.Event().wait()
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", KEEPS: True,
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+        CONTINUES: {NOTES: [note], ELAPSED: 1.0},
+    }  # fmt: skip
+    looking = asyncio.create_task(look())
+    await IngressCheck(app_for(source, model))(scope, receive, send)
+    looking.cancel()
+    assert sent[0]["status"] == 200, sent[1]
+    assert b"".join(one.get("body", b"") for one in sent).count(b"data: ") > 20_000
+    assert longest < 0.3
 
 
 async def test_the_only_router_is_waited_for_and_the_stream_shows_that_it_lives(tmp_path):
@@ -141,7 +192,9 @@ async def test_where_no_router_comes_in_time_the_error_says_so(tmp_path):
 
 
 async def test_a_stopped_router_is_left_and_nothing_that_it_says_later_is_believed(tmp_path, monkeypatch):
-    monkeypatch.setattr("cluster.ingress.exchange.TICK", 0.1)
+    monkeypatch.setattr("cluster.ingress.exchange.TICK", 0.2)
+    monkeypatch.setattr("cluster.ingress.router_side.BEAT", 0.2)
+    monkeypatch.setattr("cluster.ingress.router_side.NOTE_AFTER", 0.05)
     async with RouterLab(tmp_path) as lab:
         path, asked = ASKED["greedy"]
         undisturbed = await said(lab, path, asked)
