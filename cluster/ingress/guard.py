@@ -208,7 +208,7 @@ async def refuse(error: ApiError, send: Send) -> None:
 
 def router_lost(request_id: str | None) -> ApiError:
     """Return the error of an answer whose router died; the request can be sent again as it is."""
-    message = "the router was lost before the answer was complete; send the request again"
+    message = "the router was lost before the answer was complete, and no other went on; send the request again"
     return ApiError("router_lost", message, request_id=request_id)
 
 

@@ -144,7 +144,7 @@ def _of_copies(scope: Scope) -> tuple[Alert, ...]:
             "2m",
             "critical",
             "{{ $value }} routers are missing",
-            "Streams of a dead router end with the error router_lost, and no other router has started. Next: run "
+            "Other routers have the streams of the dead one, and none has started in its place. Next: run "
             "`squadron status`, then read the log of Serve's controller on the head (`kubectl logs`).",
         ),
         Alert(

@@ -214,8 +214,7 @@ COPIES = Row(
         Panel(
             "Routers",
             "none",
-            "Routers that Serve wants, and those that pass its checks. Streams of a dead router end with the error "
-            "router_lost.",
+            "Routers that Serve wants, and those that pass its checks. Answers of a dead router wait for another.",
             (
                 Query(serve(SERVE_WANTED, "Router"), "wanted"),
                 Query(serve(SERVE_HEALTHY, "Router"), "healthy"),
