@@ -28,7 +28,7 @@ MOST_OF_ONE = 32 << 20  # bytes that are kept of one exchange: what was asked an
 TICK = 1.0  # seconds between two looks at whether a router lives
 LEASE = 5  # looks without a word of a router after which it is dead: it says something between two of them
 QUIET = 5.0  # seconds without a byte for a client that waits for another router, until it gets a comment
-OVERHEAD = 256  # bytes that a kept message takes beside its content
+OF_MESSAGE, OF_NOTE = 256, 64  # bytes that a kept one takes beside its content
 COMMENT = b": waiting for another router\n\n"  # source: WHATWG HTML, server-sent events: clients pass over it
 REPEATED = frozenset(  # a POST that has no effect but its answer
     {
@@ -115,9 +115,9 @@ class Exchange:
             scope[CONTINUES] = {NOTES: list(self._notes), ELAPSED: self._loop.time() - self._began}
         return scope
 
-    def asked(self, number: int) -> Message | None:
-        """Return the message that the client sent as the how manyth, None where it has not, or nobody kept it."""
-        return self._asked[number] if number < len(self._asked) else None
+    def asked(self) -> list[Message]:
+        """Return what the client has sent so far."""
+        return list(self._asked)
 
     def arriving(self) -> asyncio.Future[Message]:
         """Return what ends with the client's next message; `take_in` it then."""
@@ -130,13 +130,13 @@ class Exchange:
         message, self._arriving = self.arriving().result(), None
         if message["type"] == "http.disconnect":
             self.over = True
-        elif self._keep(len(message.get("body", b"")) + OVERHEAD):
+        elif self._keep(len(message.get("body", b"")) + OF_MESSAGE):
             self._asked.append(message)
         return message
 
     def keep(self, note: bytes) -> None:
         """Keep what a router told of the answer."""
-        if self._keep(len(note) + OVERHEAD):
+        if self._keep(len(note) + OF_NOTE):
             self._notes.append(note)
 
     async def pass_on(self, message: Message) -> None:
@@ -211,7 +211,8 @@ class Attempt:
         self._learning = learning
         self._beats = beats
         self._loop = asyncio.get_running_loop()
-        self._given = 0  # messages of the client's
+        self._asked = exchange.asked()[::-1]  # what the client sent before, the first one last
+        self._head: Message | None = None  # goes to the client with the first of its body
         self._news = self._loop.create_future()  # done when the router is to be told something
         self._believed = True
         self._given_up = self._loop.create_future()
@@ -252,10 +253,8 @@ class Attempt:
     async def _receive(self) -> Message:
         """Return what the client sends next, or how much it has taken, whichever comes first."""
         exchange = self._exchange
-        known = exchange.asked(self._given)
-        if known is not None:
-            self._given += 1
-            return known
+        if self._asked:
+            return self._asked.pop()
         arriving = exchange.arriving()
         await asyncio.wait((arriving, self._news), return_when=asyncio.FIRST_COMPLETED)
         if exchange.stalled:
@@ -263,7 +262,6 @@ class Attempt:
         if not arriving.done():
             self._news = self._loop.create_future()
             return {"type": TAKEN, "bytes": self._taken}
-        self._given += 1
         return exchange.take_in()
 
     async def _send(self, message: Message) -> None:
@@ -272,7 +270,7 @@ class Attempt:
         self._take_note(message)
         self._quiet, self._sending = 0, True
         if message["type"] == "http.response.start":
-            await self._start(message)
+            self._start(message)
         elif message["type"] == "http.response.body" and not self._unanswered:
             await self._body(message)
         self._sending = False
@@ -285,7 +283,7 @@ class Attempt:
         if wait is not None:
             self._beats, self.wait = True, wait
 
-    async def _start(self, message: Message) -> None:
+    def _start(self, message: Message) -> None:
         exchange = self._exchange
         self._asks = message.pop(ASKS_TAKEN, False)
         kind, status = Headers(raw=message["headers"]).get("content-type", ""), message["status"]
@@ -298,7 +296,7 @@ class Attempt:
         elif not self._unanswered:
             message["headers"] = self._with_one_id(message["headers"])
             exchange.streams_events = kind.startswith("text/event-stream")
-            await self._pass_on(message)
+            self._head = message
 
     async def _body(self, message: Message) -> None:
         body = message.get("body", b"")
@@ -307,6 +305,11 @@ class Attempt:
             if not message.get("more_body", False):
                 self.refused = _error_of(self._refusal)
             return
+        if self._head is not None:
+            head, self._head = self._head, None
+            await self._pass_on(head)
+            if self._exchange.stalled:
+                return
         size = len(body)
         if self._behind:
             had, body = body[: self._behind], body[self._behind :]

@@ -146,7 +146,12 @@ async def test_nothing_is_told_to_a_client_that_left() -> None:
         await send(start())
         await receive()
 
-    assert await ask(cancelled) == [start()]
+    assert await ask(cancelled) == []
+
+
+async def test_a_router_that_dies_behind_the_head_of_a_whole_answer_costs_nothing() -> None:
+    head = start([(b"content-type", b"application/json"), (b"content-length", b"2")])
+    assert await ask_again([told(head)], [told(head), part(b"{}", more=False)]) == [head, part(b"{}", more=False)]
 
 
 async def test_a_proxy_that_knows_its_apps_not_yet_says_so_and_one_that_does_says_not_found() -> None:
