@@ -1,34 +1,23 @@
-"""One exchange with a client as the guard keeps it: what was asked, what the client has, and what routers said of it.
+"""The client's side of one exchange, as the guard keeps it: what was asked, what the client has, what routers said.
 
-An answer may be made by several routers, one after the other. Each makes it from its beginning, in the same bytes;
-what the client has already is dropped here, after a look at whether it is the same.
+It lasts over all routers that answer, one after the other (`cluster.ingress.attempt`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
 
-from msgspec import DecodeError, json
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from cluster.answer_log import CONTINUES, ELAPSED, KEPT, NOTES, ROUTER_WAIT
-from cluster.client_id import SERVERS_NAME
+from cluster.answer_log import CONTINUES, ELAPSED, NOTES
 
-ASKS_TAKEN = "squadron.tell_taken"  # beside the status of an answer whose router asks for the next
-TAKEN = "squadron.taken"  # type of the message that reports what the client has taken: `bytes` of the body, so far
-TELL_BYTES = 1 << 18  # after so many it is reported, or
-TELL_LEAST, TELL_SECONDS = 1 << 15, 5.0  # after these, when the last report is so long ago
 STALLED = 600.0  # seconds; a client that takes nothing for so long is taken for gone
 MOST_OF_ONE = 32 << 20  # bytes that are kept of one exchange: what was asked and what its routers said
-TICK = 1.0  # seconds between two looks at whether a router lives
-LEASE = 5  # looks without a word of a router after which it is dead: it says something between two of them
-QUIET = 5.0  # seconds without a byte for a client that waits for another router, until it gets a comment
 OF_MESSAGE, OF_NOTE = 256, 64  # bytes that a kept one takes beside its content
+QUIET = 5.0  # seconds without a byte for a client that waits for another router, until it gets a comment
 COMMENT = b": waiting for another router\n\n"  # source: WHATWG HTML, server-sent events: clients pass over it
 REPEATED = frozenset(  # a POST that has no effect but its answer
     {
@@ -40,7 +29,6 @@ REPEATED = frozenset(  # a POST that has no effect but its answer
         "/detokenize",
     }
 )
-log = logging.getLogger(__name__)
 
 
 class Budget:
@@ -192,186 +180,7 @@ class Exchange:
         self._notes.clear()
 
 
-class Attempt:
-    """One router's answer to an exchange. learning: a 404 of the proxy itself is no answer, for it knows no app yet.
-
-    beats: routers are known to say something now and then. unknown: it was such a 404. wait: seconds that answers may
-    wait for another router, as this one says; None = it is of an earlier version, or was lost before it said so.
-    heard: whether it has said anything. differs: it made other bytes than those that the client has. silent: it was
-    given up as it said nothing. refused: the error with which it would not go on with an answer that was begun.
-    """
-
-    def __init__(self, exchange: Exchange, learning: bool = False, beats: bool = False) -> None:
-        self.unknown = False
-        self.differs = False
-        self.silent = False
-        self.refused: dict[str, Any] | None = None
-        self.wait: float | None = None
-        self._exchange = exchange
-        self._learning = learning
-        self._beats = beats
-        self._loop = asyncio.get_running_loop()
-        self._asked = exchange.asked()[::-1]  # what the client sent before, the first one last
-        self._head: Message | None = None  # goes to the client with the first of its body
-        self._news = self._loop.create_future()  # done when the router is to be told something
-        self._believed = True
-        self._given_up = self._loop.create_future()
-        self.heard = False
-        self._quiet = 0
-        self._sending = False
-        self._behind = exchange.sent if exchange.started else 0  # bytes that the client has already
-        self._again = blake2b(digest_size=16)
-        self._joins = exchange.started
-        self._refusal: bytearray | None = None
-        self._unanswered = False
-        self._asks = False
-        self._taken = self._told = 0
-        self._told_at = self._loop.time()
-
-    async def run(self, app: ASGIApp, scope: Scope, until: float | None = None) -> None:
-        """Have a router answer; returns when it has, or is lost. until: when it must have said something."""
-        task = asyncio.ensure_future(app(scope, self._receive, self._send))
-        task.add_done_callback(_look_at)
-        try:
-            while not await self._ends(task):
-                self._quiet += not self._sending  # nothing more is heard while the client reads slowly
-                late = not (self.heard or self._sending or until is None or self._loop.time() <= until)
-                self.silent = late or (self._beats and self._quiet > LEASE)
-                if self.silent and self._exchange.continuable:
-                    log.warning("a router says nothing: the request is asked again")
-                    return
-                if self._joins:
-                    await self._exchange.comment()
-        finally:
-            self._believed = False
-            task.cancel()
-
-    async def _ends(self, task: asyncio.Future[None]) -> bool:
-        done, _ = await asyncio.wait((task, self._given_up), timeout=TICK, return_when=asyncio.FIRST_COMPLETED)
-        return bool(done)
-
-    async def _receive(self) -> Message:
-        """Return what the client sends next, or how much it has taken, whichever comes first."""
-        exchange = self._exchange
-        if self._asked:
-            return self._asked.pop()
-        arriving = exchange.arriving()
-        await asyncio.wait((arriving, self._news), return_when=asyncio.FIRST_COMPLETED)
-        if exchange.stalled:
-            return {"type": "http.disconnect"}
-        if not arriving.done():
-            self._news = self._loop.create_future()
-            return {"type": TAKEN, "bytes": self._taken}
-        return exchange.take_in()
-
-    async def _send(self, message: Message) -> None:
-        if not self._believed or self._exchange.stalled:
-            return
-        self._take_note(message)
-        self._quiet, self._sending = 0, True
-        if message["type"] == "http.response.start":
-            self._start(message)
-        elif message["type"] == "http.response.body" and not self._unanswered:
-            await self._body(message)
-        self._sending = False
-        self.heard |= not self._unanswered
-
-    def _take_note(self, message: Message) -> None:
-        note, wait = message.pop(KEPT, None), message.pop(ROUTER_WAIT, None)
-        if note is not None:
-            self._exchange.keep(note)
-        if wait is not None:
-            self._beats, self.wait = True, wait
-
-    def _start(self, message: Message) -> None:
-        exchange = self._exchange
-        self._asks = message.pop(ASKS_TAKEN, False)
-        kind, status = Headers(raw=message["headers"]).get("content-type", ""), message["status"]
-        plain = kind.startswith("text/plain")  # as Serve's own words are, and no router's
-        self.unknown = plain and self._learning and status == 404
-        self._unanswered = self.unknown or (plain and status == 503)
-        if exchange.started:
-            if not self._unanswered and (status != 200 or not kind.startswith("text/event-stream")):
-                self._refusal = bytearray()
-        elif not self._unanswered:
-            message["headers"] = self._with_one_id(message["headers"])
-            exchange.streams_events = kind.startswith("text/event-stream")
-            self._head = message
-
-    async def _body(self, message: Message) -> None:
-        body = message.get("body", b"")
-        if self._refusal is not None:
-            self._refusal += body
-            if not message.get("more_body", False):
-                self.refused = _error_of(self._refusal)
-            return
-        if self._head is not None:
-            head, self._head = self._head, None
-            await self._pass_on(head)
-            if self._exchange.stalled:
-                return
-        size = len(body)
-        if self._behind:
-            had, body = body[: self._behind], body[self._behind :]
-            self._behind -= len(had)
-            self._again.update(had)
-            cut = self._behind > 0 and not message.get("more_body", False)
-            if cut or (not self._behind and self._again.digest() != self._exchange.digest):
-                self.differs, self._believed = True, False
-                self._given_up.set_result(None)
-                return
-            message = {**message, "body": body}
-        if body or not message.get("more_body", False) or not self._joins:
-            self._joins &= not body
-            await self._pass_on(message)
-        self._note_taken(size)
-
-    async def _pass_on(self, message: Message) -> None:
-        await self._exchange.pass_on(message)
-        if self._exchange.stalled:
-            self._wake()
-
-    def _note_taken(self, size: int) -> None:
-        """Take note of what is at the client, or in buffers of a fixed size on its way there."""
-        if not self._asks:
-            return
-        self._taken += size
-        untold, now = self._taken - self._told, self._loop.time()
-        if untold >= TELL_BYTES or (untold >= TELL_LEAST and now - self._told_at >= TELL_SECONDS):
-            self._told, self._told_at = self._taken, now
-            self._wake()
-
-    def _wake(self) -> None:
-        if not self._news.done():
-            self._news.set_result(None)
-
-    def _with_one_id(self, headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-        """Return the headers with the id that errors have in their bodies, in place of one that Serve made up."""
-        given = [(name.lower(), value) for name, value in headers]
-        servers = next((value for name, value in given if name == SERVERS_NAME.encode()), None)
-        kept = [one for one in given if one[0] != SERVERS_NAME.encode()]
-        if servers is None or self._exchange.named:
-            return kept
-        self._exchange.shown_id = servers.decode("latin-1")
-        return [one for one in kept if one[0] != b"x-request-id"] + [(b"x-request-id", servers)]
-
-
-def _look_at(task: asyncio.Future[None]) -> None:
-    """Log what a proxy failed with; asyncio would tell it as something that nobody looked at."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("the proxy failed under a request", exc_info=error)
-
-
 def _is_repeated(scope: Mapping[str, Any]) -> bool:
     """Whether a request can be asked twice: it has no effect but its answer."""
     path, method = scope["path"][len(scope.get("root_path", "")) :], scope.get("method")
     return method in ("GET", "HEAD") or (method == "POST" and path in REPEATED)
-
-
-def _error_of(body: bytes | bytearray) -> dict[str, Any]:
-    """Return the error of a refusal."""
-    try:
-        error = json.decode(body)["error"]
-    except (DecodeError, KeyError, TypeError):
-        return {}
-    return error if isinstance(error, dict) else {}

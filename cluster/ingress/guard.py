@@ -30,8 +30,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.answer_log import KEEPS
 from cluster.client_id import is_client_id
 from cluster.errors import ApiError
+from cluster.ingress.attempt import Attempt
 from cluster.ingress.bounded_http import bound_http
-from cluster.ingress.exchange import Attempt, Budget, Exchange
+from cluster.ingress.exchange import Budget, Exchange
 from cluster.telemetry.logs import about, log_to_serve
 
 # Ray Serve's variable for middleware around its proxy, and what it must say. Source: ray/serve/_private/constants.py.

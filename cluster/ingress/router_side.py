@@ -13,7 +13,7 @@ from ray.serve._private import constants
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.answer_log import ANSWER_LOG, KEEPS, KEPT, NOTE, ROUTER_WAIT, AnswerLog
-from cluster.ingress.exchange import ASKS_TAKEN, TAKEN, TICK
+from cluster.ingress.attempt import ASKS_TAKEN, TAKEN, TICK
 from cluster.ingress.guard import CALLBACK, CALLBACK_VARIABLE, MARK, TELLS_TAKEN, WINDOWED
 from engine.errors import ConfigError
 

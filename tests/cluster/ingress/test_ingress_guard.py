@@ -394,7 +394,7 @@ async def test_who_cannot_go_on_now_is_asked_again(code: str | None) -> None:
 
 async def test_a_router_of_an_earlier_version_that_goes_on_is_not_cut_off(monkeypatch) -> None:
     """It says nothing of what it makes; what it streams is not late however long it takes."""
-    monkeypatch.setattr("cluster.ingress.exchange.TICK", 0.05)
+    monkeypatch.setattr("cluster.ingress.attempt.TICK", 0.05)
 
     async def slow(scope, receive, send) -> None:
         if scope.get("again"):
@@ -423,7 +423,7 @@ async def test_a_router_of_an_earlier_version_that_goes_on_is_not_cut_off(monkey
 
 
 async def test_a_router_that_says_nothing_is_left_also_before_its_first_word(monkeypatch) -> None:
-    monkeypatch.setattr("cluster.ingress.exchange.TICK", 0.05)
+    monkeypatch.setattr("cluster.ingress.attempt.TICK", 0.05)
     assert body_of(await ask_again(BEGUN, [None], [*BEGUN, REST])).endswith(b"data: [DONE]\n\n")
 
 

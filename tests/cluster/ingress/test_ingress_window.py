@@ -10,7 +10,7 @@ import pytest
 from cluster.http.asgi import until_disconnect
 from cluster.http.endpoints import Responder
 from cluster.ingress import exchange
-from cluster.ingress.exchange import ASKS_TAKEN, TAKEN, TELL_BYTES, TELL_LEAST, TELL_SECONDS
+from cluster.ingress.attempt import ASKS_TAKEN, TAKEN, TELL_BYTES, TELL_LEAST, TELL_SECONDS
 from cluster.ingress.guard import MARK, TELLS_TAKEN, WINDOWED, RouterLossGuard
 from cluster.ingress.router_side import WINDOW, IngressCheck
 from tests.simulator.virtual_time import run_virtually

@@ -192,7 +192,7 @@ async def test_where_no_router_comes_in_time_the_error_says_so(tmp_path):
 
 
 async def test_a_stopped_router_is_left_and_nothing_that_it_says_later_is_believed(tmp_path, monkeypatch):
-    monkeypatch.setattr("cluster.ingress.exchange.TICK", 0.2)
+    monkeypatch.setattr("cluster.ingress.attempt.TICK", 0.2)
     monkeypatch.setattr("cluster.ingress.router_side.BEAT", 0.2)
     monkeypatch.setattr("cluster.ingress.router_side.NOTE_AFTER", 0.05)
     async with RouterLab(tmp_path) as lab:
