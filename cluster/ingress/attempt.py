@@ -73,7 +73,7 @@ class Attempt:
             while not await self._ends(task):
                 self._quiet += not self._sending  # nothing more is heard while the client reads slowly
                 late = not (self.heard or self._sending or until is None or self._loop.time() <= until)
-                self.silent = late or (self._beats and self._quiet > LEASE)
+                self.silent = late or (self._beats and self._quiet >= LEASE)
                 if self.silent and self._exchange.continuable:
                     log.warning("a router says nothing: the request is asked again")
                     return

@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from cluster.answer_log import CONTINUES, ELAPSED, NOTES
+from cluster.answer_log import CONTINUES, ELAPSED, KEEPS, NOTES
 
 STALLED = 600.0  # seconds; a client that takes nothing for so long is taken for gone
 MOST_OF_ONE = 32 << 20  # bytes that are kept of one exchange: what was asked and what its routers said
@@ -98,7 +98,7 @@ class Exchange:
 
     def scope_of(self, again: bool) -> Scope:
         """Return the scope for a router. again: it is not the first that gets the request."""
-        scope = {**self._scope, "headers": list(self._scope["headers"])}
+        scope = {**self._scope, "headers": list(self._scope["headers"]), KEEPS: self._keeps}
         if again:
             scope[CONTINUES] = {NOTES: list(self._notes), ELAPSED: self._loop.time() - self._began}
         return scope

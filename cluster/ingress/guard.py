@@ -27,7 +27,6 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cluster.answer_log import KEEPS
 from cluster.client_id import is_client_id
 from cluster.errors import ApiError
 from cluster.ingress.attempt import Attempt
@@ -87,7 +86,6 @@ class RouterLossGuard:
             return
         named = _request_id(scope) is not None
         scope["headers"] = [*(one for one in scope["headers"] if one[0] != MARK), (MARK, TELLS_TAKEN)]
-        scope[KEEPS] = True
         exchange = Exchange(scope, receive, send, self._budget, named)
         try:
             await self._answered(exchange, send)

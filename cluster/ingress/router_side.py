@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ray.exceptions import RayError
 from ray.serve._private import constants
@@ -38,6 +40,7 @@ class IngressCheck:
         self.guarded: bool | None = None
         self._app = app
         self._router_wait = router_wait
+        self._beats = _Beats()
         self._warned = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,11 +65,8 @@ class IngressCheck:
         """Have the guard told what another router needs to go on with the answer."""
         answer_log = scope.setdefault("state", {})[ANSWER_LOG] = AnswerLog.of(scope)
         teller = _Teller(answer_log, send, self._router_wait)
-        beating = asyncio.create_task(teller.beat())
-        try:
+        with self._beats.of(teller):
             await self._app(scope, receive, teller.send)
-        finally:
-            beating.cancel()
 
 
 class _Teller:
@@ -76,26 +76,51 @@ class _Teller:
         self._log = answer_log
         self._send = send
         self._first = {ROUTER_WAIT: router_wait}
-        self._spoke = False
+        self._silent = 0.0  # seconds without a word, as `beat` counts them
 
     async def send(self, message: Message) -> None:
         """Pass a message on, and what is to be kept with it."""
-        self._spoke = True
+        self._silent = 0.0
         note, first, self._first = self._log.take(), self._first, {}
         if note is not None or first:
             message = {**message, **first} if note is None else {**message, **first, KEPT: note}
         await self._send(message)
 
     async def beat(self) -> None:
-        """Speak after each `BEAT` without a word, and soon where there is something to be kept; until cancelled."""
-        silent = 0.0
-        while True:
-            self._spoke = False
+        """Speak after `BEAT` without a word, and sooner where there is something to be kept. Each `NOTE_AFTER`."""
+        self._silent += NOTE_AFTER
+        if self._silent >= BEAT or (self._silent > NOTE_AFTER and self._log.has_news):
+            await self.send({"type": NOTE})
+
+
+class _Beats:
+    """Has all tellers of a router beat in turn: one timer for them all, which rests while there is none."""
+
+    def __init__(self) -> None:
+        self._tellers: set[_Teller] = set()
+        self._beating: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def of(self, teller: _Teller) -> Iterator[None]:
+        """Have a teller beat in the block."""
+        self._tellers.add(teller)
+        if self._beating is None:
+            self._beating = asyncio.create_task(self._beat())
+        try:
+            yield
+        finally:
+            self._tellers.discard(teller)
+
+    async def _beat(self) -> None:
+        while self._tellers:
             await asyncio.sleep(NOTE_AFTER)
-            silent = 0.0 if self._spoke else silent + NOTE_AFTER
-            if silent >= BEAT or (silent and self._log.has_news):
-                silent = 0.0
-                await self.send({"type": NOTE})
+            for teller in list(self._tellers):
+                try:
+                    await teller.beat()
+                except Exception:  # of one exchange, which the others must not miss
+                    log.exception("an ingress could not be told that its router lives")
+                    self._tellers.discard(teller)
+        self._beating = None
 
 
 class _SendWindow:

@@ -52,7 +52,7 @@ class Generation:
         self.catches_up = self._replays = False
         self._log = log or NoLog()
         # The earlier router may live, and have the request by its name still.
-        again = f"-again{secrets.randbelow(10**9)}" if self._log.continues else ""
+        again = f"@{secrets.token_hex(4)}" if self._log.continues else ""
         self._requests = [replace(one, request_id=one.request_id + again) for one in requests] if again else requests
         self._source = source
         self._track = track

@@ -130,18 +130,13 @@ class ServeQueues:
             self.most = max(self.most, self.held)
             answer.put_nowait(message)
 
-        async def listen() -> None:
-            while (message := await receive())["type"] != "http.disconnect":
-                asked.put_nowait(message)
-            asked.put_nowait(message)
-
         async def route() -> None:
             try:
                 await self._router(scope, asked.get, enqueue)
             finally:
                 answer.put_nowait(None)
 
-        tasks = [asyncio.create_task(listen()), asyncio.create_task(route())]
+        tasks = [asyncio.create_task(listen(receive, asked)), asyncio.create_task(route())]
         try:
             while (message := await answer.get()) is not None:
                 await send(message)
@@ -152,6 +147,13 @@ class ServeQueues:
             await asyncio.gather(*tasks, return_exceptions=True)
             while not answer.empty() and (left := answer.get_nowait()) is not None:
                 self.held -= len(left.get("body", b""))
+
+
+async def listen(receive: Receive, asked: asyncio.Queue[Message]) -> None:
+    """Put what a client sends into a queue, up to its leaving."""
+    while (message := await receive())["type"] != "http.disconnect":
+        asked.put_nowait(message)
+    asked.put_nowait(message)
 
 
 def body(index: int, tokens: int = 40, **changes: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from cluster.replica.sessions import ReplicaFacts
 from cluster.router.dispatcher import Dispatcher
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from tests.chaos.front import listen
 from tests.chaos.streams import client_of
 from tests.cluster.cluster_lab import until
 from tests.fake_executor import FakeExecutor
@@ -62,13 +63,12 @@ class LabRouter:
                 self.said += 1
                 self._lab.on_message(self)
 
-        async def listen() -> None:
-            while (message := await receive())["type"] != "http.disconnect":
-                asked.put_nowait(message)
-            asked.put_nowait(message)
-
         over = asyncio.create_task(self.dead.wait())
-        tasks = [over, asyncio.create_task(listen()), asyncio.create_task(self._app(scope, asked.get, say))]
+        tasks = [
+            over,
+            asyncio.create_task(listen(receive, asked)),
+            asyncio.create_task(self._app(scope, asked.get, say)),
+        ]
         try:
             while True:
                 coming = asyncio.create_task(answer.get())

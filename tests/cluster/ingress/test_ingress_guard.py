@@ -318,14 +318,18 @@ def told(message: dict, note: bytes = b"n") -> dict:
     return message | {KEPT: note, ROUTER_WAIT: 2.0}
 
 
-async def ask_again(*answers: list) -> list[dict]:
-    """What a client gets of a POST for which one router after the other answers, each so far and no further."""
+async def ask_again(*answers: list, pause: float = 0.0, router_wait: float = 60.0) -> list[dict]:
+    """What a client gets of a POST for which one router after the other answers, each so far and no further.
+
+    None: nothing more comes. pause: seconds before each message. router_wait: while no router has said its own.
+    """
     left = iter(answers)
 
     async def app(scope, receive, send) -> None:
         for message in next(left):
             if message is None:
                 await asyncio.Event().wait()
+            await asyncio.sleep(pause)
             await send(dict(message))
 
     sent: list[dict] = []
@@ -338,8 +342,10 @@ async def ask_again(*answers: list) -> list[dict]:
         raise AssertionError
 
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    guard = RouterLossGuard(app)
+    guard._wait = router_wait
     async with asyncio.timeout(30):
-        await RouterLossGuard(app)(scope, receive, send)
+        await guard(scope, receive, send)
     return sent
 
 
@@ -395,31 +401,8 @@ async def test_who_cannot_go_on_now_is_asked_again(code: str | None) -> None:
 async def test_a_router_of_an_earlier_version_that_goes_on_is_not_cut_off(monkeypatch) -> None:
     """It says nothing of what it makes; what it streams is not late however long it takes."""
     monkeypatch.setattr("cluster.ingress.attempt.TICK", 0.05)
-
-    async def slow(scope, receive, send) -> None:
-        if scope.get("again"):
-            return
-        for message in (start(), part(FRAME), part(FRAME), part(FRAME), part(FRAME, more=False)):
-            await asyncio.sleep(0.7)
-            await send(message)
-
-    answers = iter([proxy(), slow])
-    sent: list[dict] = []
-
-    async def send(message: dict) -> None:
-        sent.append(message)
-
-    async def receive() -> dict:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def app(*given) -> None:
-        await next(answers)(*given)
-
-    guard = RouterLossGuard(app)
-    guard._wait = 2.0
-    await guard({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}, receive, send)
-    assert body_of(sent) == 4 * FRAME
+    answer = [start(), *[part(FRAME)] * 3, part(FRAME, more=False)]
+    assert body_of(await ask_again([], answer, pause=0.7, router_wait=2.0)) == 4 * FRAME
 
 
 async def test_a_router_that_says_nothing_is_left_also_before_its_first_word(monkeypatch) -> None:

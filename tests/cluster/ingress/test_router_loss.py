@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections import Counter
 from random import Random
 from typing import Any
 
 import pytest
 
+from cluster.accounts.flight_recorder import is_of
 from cluster.answer_log import CONTINUES, ELAPSED, KEEPS, NOTES, AnswerFacts, AnswerLog
 from cluster.ingress.guard import MOST_TRIES
 from cluster.ingress.router_side import IngressCheck
+from cluster.openai.choices import Choice, Delta
+from cluster.openai.generation import REPLAYED_AT_ONCE
 from cluster.token_source import TokenChunk
 from tests.cluster.ingress.router_lab import LabRouter, RouterLab
 from tests.fake_source import FakeSource
@@ -130,16 +134,21 @@ async def test_what_was_drawn_without_a_seed_goes_on_with_the_same_draws(tmp_pat
         assert lab.killed and next(seeds) > 8
 
 
-async def test_a_long_answer_is_made_again_in_little_turns(tmp_path):
+async def test_a_long_answer_is_made_again_in_little_turns(tmp_path, monkeypatch):
     """A router that goes on with one answer has time for others all the while: they would take it for dead."""
-    longest = 0.0
+    turns, at, take = 0, [], Choice.take  # at: the turn of the event loop in which each chunk was taken
+
+    def noted(choice: Choice, chunk: TokenChunk) -> Delta:
+        at.append(turns)
+        return take(choice, chunk)
+
+    monkeypatch.setattr(Choice, "take", noted)
 
     async def look() -> None:
-        nonlocal longest
+        nonlocal turns
         while True:
-            before = asyncio.get_running_loop().time()
-            await asyncio.sleep(0.001)
-            longest = max(longest, asyncio.get_running_loop().time() - before)
+            turns += 1
+            await asyncio.sleep(0)
 
     eos = served_model(tmp_path).tokenizer.eos_token_id
     source = FakeSource(lambda *_: [5] * 6000, eos=eos)
@@ -170,7 +179,8 @@ async def test_a_long_answer_is_made_again_in_little_turns(tmp_path):
     looking.cancel()
     assert sent[0]["status"] == 200, sent[1]
     assert b"".join(one.get("body", b"") for one in sent).count(b"data: ") > 20_000
-    assert longest < 0.3
+    assert len(at) > 20_000
+    assert Counter(at).most_common(1)[0][1] <= REPLAYED_AT_ONCE + 1
 
 
 async def test_the_only_router_is_waited_for_and_the_stream_shows_that_it_lives(tmp_path):
@@ -180,6 +190,23 @@ async def test_the_only_router_is_waited_for_and_the_stream_shows_that_it_lives(
         lab.on_message = lambda router: lab.kill(router, 0.5) if router.said == last else None
         assert await said(lab, "/v1/completions", ASKED["greedy"][1]) == undisturbed
         assert lab.killed == 1
+
+
+async def test_an_answer_keeps_its_name_for_those_who_ask_what_it_waits_for(tmp_path):
+    """`squadron why NAME` finds it at the next router, too, where the lost one may have it still."""
+    async with RouterLab(tmp_path, routers=1, pace=0.002) as lab:
+        names: set[str] = set()
+
+        def strike(router: LabRouter) -> None:
+            names.update(router.dispatcher._live)
+            if router.said == 20 and not lab.killed:
+                lab.kill(router)
+
+        lab.on_message = strike
+        answer = await lab.client.post("/v1/completions", json=COMPLETION, timeout=60)
+        shown = json.loads(answer.text.split("\n\n")[0].removeprefix("data: "))["id"]
+        assert len(names) == 2
+        assert all(is_of(name, shown) for name in names)
 
 
 async def test_where_no_router_comes_in_time_the_error_says_so(tmp_path):
