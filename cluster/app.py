@@ -16,19 +16,22 @@ from ray.serve.schema import LoggingConfig
 
 from cluster.app_config import parse_app
 from cluster.config import NO_KEYS, ClusterConfig, scaling_settings
+from cluster.config_values import GATEWAY, SERVE
 from cluster.deployments.batches import Batches
+from cluster.deployments.gateway import Gateway, GatewayBehindProxy
 from cluster.deployments.replica import Replica
-from cluster.deployments.router import Router
+from cluster.deployments.router import Router, RouterBehindGateway
+from cluster.lifecycle.leases import LeaseRequestRouter
 from cluster.lifecycle.rollback import BuiltOf
 from cluster.lifecycle.serve_autoscaling import autoscaling_config
 from cluster.lifecycle.updates import fits, surge_percent
 from cluster.model_names import resolve_model
-from cluster.resources import BATCHES_CPUS, ROUTER_CPUS, AppResources, app_resources, deployment_names
-from cluster.router.directory import LeaseRequestRouter
+from cluster.resources import BATCHES_CPUS, GATEWAY_CPUS, ROUTER_CPUS, AppResources, app_resources, deployment_names
 from cluster.telemetry.logs import JSON
 from engine.loader.fingerprint import model_fingerprint
 
 ROUTER = "Router"
+GATEWAYS = "Gateway"
 BATCHES = "Batches"
 # Serve's own limits must never be what holds a request back: admission is the router's job.
 UNLIMITED_REQUESTS = 100_000
@@ -40,6 +43,9 @@ REPLICA_ANSWER = 3.0
 # A router is checked on another event loop than the one its requests run on, so that no burst of these looks like its
 # end. One that is stopped is dead after three checks, and its clients have their error, within 10 s of the fault.
 ROUTER_ANSWER = 2.0
+
+
+_LEASES = RequestRouterConfig(request_router_class=LeaseRequestRouter, initial_backoff_s=0.02, max_backoff_s=0.1)
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -62,7 +68,7 @@ def build_version(args: Mapping[str, Any], versions: Mapping[str, str]) -> Appli
     settings = [asdict(replace(config, served_model_name=config.names)) for config in app.models]
     for config in app.models:
         _refuse_damaged(resolve_model(config.model))
-    versions = {name: uuid4().hex[:8] for name in (*names, ROUTER, BATCHES)} | dict(versions)
+    versions = {name: uuid4().hex[:8] for name in (*names, ROUTER, GATEWAYS, BATCHES)} | dict(versions)
     placement = app_resources(app, uses_gpu)
     surge = _surge(app.shared, placement)
     replicas = []
@@ -70,11 +76,16 @@ def build_version(args: Mapping[str, Any], versions: Mapping[str, str]) -> Appli
         title = config.model_id if app.listed else ""
         deployment = _versioned(_replica(config, name, placed.bundles, surge(config.most_replicas)), versions)
         replicas.append(deployment.bind({**own, **NO_KEYS}, title))
-    router = _versioned(_router(app.shared, surge(app.shared.routers)), versions)
+    shared = app.shared
+    router = _versioned(_router(shared, surge(shared.routers)), versions)
     batches = None
     if app.shared.batch_dir is not None:
         batches = _versioned(_batches(app.shared), versions).bind(settings, replicas)
-    return router.bind(settings, replicas, BuiltOf(app.settings(), versions), batches)
+    routers = router.bind(settings, replicas, BuiltOf(app.settings(), versions), batches)
+    if shared.ingress == SERVE:
+        return routers
+    gateway = _versioned(_gateway(shared, surge(shared.routers)), versions)
+    return gateway.bind(settings[0], routers)
 
 
 def logging_config(log_format: str) -> LoggingConfig:
@@ -132,19 +143,35 @@ def _replica(config: ClusterConfig, name: str, bundles: Sequence[dict[str, float
         health_check_timeout_s=REPLICA_ANSWER,
         graceful_shutdown_timeout_s=config.drain_timeout,
         max_surge_percent=surge,
-        request_router_config=RequestRouterConfig(
-            request_router_class=LeaseRequestRouter, initial_backoff_s=0.02, max_backoff_s=0.1
-        ),
+        request_router_config=_LEASES,
         logging_config=logging_config(config.log_format),
     )
 
 
 def _router(config: ClusterConfig, surge: int) -> serve.Deployment:
+    found_by_gateways = config.ingress != SERVE
     return serve.deployment(
-        Router,
+        RouterBehindGateway if found_by_gateways else Router,
         name=ROUTER,
         num_replicas=config.routers,
         ray_actor_options={"num_cpus": ROUTER_CPUS},
+        max_ongoing_requests=UNLIMITED_REQUESTS,
+        max_constructor_retry_count=3,
+        health_check_period_s=1,
+        health_check_timeout_s=ROUTER_ANSWER,
+        graceful_shutdown_timeout_s=config.drain_timeout,
+        max_surge_percent=surge,
+        request_router_config=_LEASES if found_by_gateways else RequestRouterConfig(),
+        logging_config=logging_config(config.log_format),
+    )
+
+
+def _gateway(config: ClusterConfig, surge: int) -> serve.Deployment:
+    return serve.deployment(
+        Gateway if config.ingress == GATEWAY else GatewayBehindProxy,
+        name=GATEWAYS,
+        num_replicas=config.routers,
+        ray_actor_options={"num_cpus": GATEWAY_CPUS},
         max_ongoing_requests=UNLIMITED_REQUESTS,
         max_constructor_retry_count=3,
         health_check_period_s=1,

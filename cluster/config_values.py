@@ -22,7 +22,7 @@ Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 DEFAULT_TTFT = 2.0  # seconds that autoscaling aims at where nothing else is said
 POOLINGS = ("last", "mean")  # `engine.request.Pooling`, whose module a command line need not wait for
-INGRESSES = ("serve", "haproxy")
+SERVE, HAPROXY, GATEWAY = INGRESSES = ("serve", "haproxy", "gateway")
 MAX_FILE_BYTES = 200 * 1024 * 1024  # OpenAI's limit for the input of a batch
 FAILURE_ACTIONS = ("rollback", "pause")
 METRICS_COMPATS = ("vllm",)

@@ -12,8 +12,10 @@ from hashlib import sha256
 
 from cluster.app_config import AppConfig
 from cluster.config import ClusterConfig
+from cluster.config_values import SERVE
 
 ROUTER_CPUS = 0.25
+GATEWAY_CPUS = 0.25
 BATCHES_CPUS = 0.25
 
 
@@ -34,24 +36,25 @@ class ModelResources:
 
 @dataclass(frozen=True)
 class AppResources:
-    """Resources of one app. batches: whether it runs batches."""
+    """Resources of one app. batches: whether it runs batches. gateways: copies that hold clients' connections."""
 
     models: tuple[ModelResources, ...]
     routers: int
     batches: bool = False
+    gateways: int = 0
 
     @property
     def cpus(self) -> float:
         """CPUs of the whole app."""
-        beside = self.routers * ROUTER_CPUS + self.batches * BATCHES_CPUS
+        beside = self.routers * ROUTER_CPUS + self.gateways * GATEWAY_CPUS + self.batches * BATCHES_CPUS
         return sum(model.total("CPU") for model in self.models) + beside
 
     @property
     def one_more(self) -> dict[str, float]:
-        """Resources of one more replica of each model and one more router, which an update starts."""
+        """Resources of one more replica of each model, router and gateway, which an update starts."""
         kinds = {kind for model in self.models for bundle in model.bundles for kind in bundle}
         more = {kind: sum(replace(model, replicas=1).total(kind) for model in self.models) for kind in kinds}
-        return more | {"CPU": more.get("CPU", 0.0) + ROUTER_CPUS}
+        return more | {"CPU": more.get("CPU", 0.0) + ROUTER_CPUS + (GATEWAY_CPUS if self.gateways else 0.0)}
 
     @property
     def gpus(self) -> float:
@@ -74,6 +77,7 @@ def app_resources(app: AppConfig, use_gpu: Callable[[ClusterConfig], bool]) -> A
         tuple([model_resources(one, use_gpu(one)) for one in app.models]),
         app.shared.routers,
         app.shared.batch_dir is not None,
+        0 if app.shared.ingress == SERVE else app.shared.routers,
     )
 
 

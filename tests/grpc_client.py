@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
+from starlette.applications import Starlette
 
 from cluster.admission.tenants import Tenancy
+from cluster.grpc_api.carried import CarriedCalls
+from cluster.grpc_api.gateway import CarryingDoor, CarryingService
 from cluster.grpc_api.rpc import GrpcMetrics
-from cluster.grpc_api.server import GrpcServer, ListenAddress
+from cluster.grpc_api.server import GrpcServer, ListenAddress, inference_server
 from cluster.grpc_api.service import GrpcServices
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
+from cluster.ingress.guard import RouterLossGuard
+from cluster.ingress.router_link import ExchangeServer
+from cluster.ingress.router_pool import KnownRouter, RouterPool
+from cluster.ingress.router_side import IngressCheck
 from cluster.openai.served_model import ServedModel
 from cluster.router.models import Models
 from cluster.telemetry.metrics import Metrics
 from tests.openai_app import front_for
 
 LIMIT = 64 * 1024
+
+
+@dataclass
+class Carrier:
+    """How calls come to the servers that tests start: straight, or by way of a gateway."""
+
+    gateway: bool = False
+
+
+carrier = Carrier()
 
 
 @dataclass
@@ -151,11 +169,29 @@ def grpc_services(
 @contextlib.asynccontextmanager
 async def running_grpc(services: GrpcServices, metrics: Metrics, **changes) -> AsyncIterator[Served]:
     """Serve on a free loopback port. changes: of the services."""
-    server = GrpcServer(ListenAddress(), replace(services, **changes))
-    await server.start()
-    options = [("grpc.max_send_message_length", -1)]
-    try:
+    services = replace(services, **changes)
+    async with contextlib.AsyncExitStack() as stack:
+        if carrier.gateway:
+            server = await stack.enter_async_context(_gateway(services))
+        else:
+            server = inference_server(ListenAddress(), services)
+        await server.start()
+        stack.push_async_callback(server.stop, 0)
+        options = [("grpc.max_send_message_length", -1)]
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=options) as channel:
             yield Served(server, channel, metrics)
+
+
+@contextlib.asynccontextmanager
+async def _gateway(services: GrpcServices) -> AsyncIterator[GrpcServer]:
+    """A gateway's server before a router that has the services."""
+    exchanges = ExchangeServer(IngressCheck(CarriedCalls(Starlette(), services)))
+    pool = RouterPool("gateway", patience=10)
+    holding = asyncio.create_task(pool.hold(KnownRouter("router", await exchanges.address("127.0.0.1"))))
+    service = CarryingService(RouterLossGuard(pool), lambda: pool.routers)
+    door = CarryingDoor(services.tenancy, service)
+    try:
+        yield GrpcServer(ListenAddress(), service, door, services.max_message_bytes)
     finally:
-        await server.stop(0)
+        await exchanges.close()
+        await holding

@@ -8,31 +8,39 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+import uvicorn
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
+from uvicorn.lifespan.on import LifespanOn
 
 from cluster.admission.key_file import keys_for
 from cluster.admission.tenants import Tenancy
 from cluster.batch.server.root import open_root
 from cluster.batch.server.store import Store
 from cluster.config import NO_KEYS, ClusterConfig, resolve_config
+from cluster.config_values import GATEWAY, SERVE
 from cluster.errors import ReplicaStartError
+from cluster.grpc_api.carried import CarriedCalls
 from cluster.grpc_api.rpc import GrpcMetrics
-from cluster.grpc_api.server import BesideHttp, GrpcServer, ListenAddress
+from cluster.grpc_api.server import BesideHttp, GrpcServer, ListenAddress, inference_server
 from cluster.grpc_api.service import GrpcServices
 from cluster.http.app import build_app
 from cluster.http.sites import Sites
+from cluster.ingress.router_directory import RouterAnnouncement
+from cluster.ingress.router_link import ExchangeServer
 from cluster.ingress.router_side import IngressCheck, check_ingress
 from cluster.lifecycle.app_status import AppPicture, AppWatch, app_state, probe_app
 from cluster.lifecycle.control_store import FAILURES
+from cluster.lifecycle.leases import listening_host
 from cluster.lifecycle.rollback import AppMemory, BuiltOf, DeployedApp, Rollback
 from cluster.lifecycle.shared_quotas import SharedQuotas
 from cluster.lifecycle.updates import StartupWait, UpdateFailedError
@@ -54,6 +62,7 @@ if TYPE_CHECKING:  # without traces nothing of them is imported
     from cluster.http.request_spans import RouterTracing
 
 logger = logging.getLogger(__name__)
+LINK_PATIENCE = 5.0  # seconds that a gateway may hold a lease without a connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +102,7 @@ class OtherRouters:
         return (0 if routers is None else routers.running) or configured
 
 
-@serve.ingress()
-class Router:
+class RouterHost:
     """Serve builds one per router copy. It holds no state that a client's retry could not rebuild.
 
     settings / replicas: of each model, alike in all settings that concern the app. built_of: what `cluster.app` made
@@ -130,8 +138,8 @@ class Router:
         self._watch = AppWatch(partial(probe_app, context.app_name), self._rollback.observe)
         self._watch.start()
 
-    def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Return the front end (called by Serve on this replica's event loop)."""
+    def build(self) -> ASGIApp:
+        """Return the front end; called on the event loop that it runs on."""
         config, tenancy = self._config, Tenancy(self._keys)
         metrics = Metrics(vllm=config.metrics_compat is not None)
         if config.api_key_file is not None:  # without one there are no quotas
@@ -157,20 +165,21 @@ class Router:
             self._ready,
             tenancy=tenancy,
             max_body_bytes=config.max_body_bytes,
-            names_answers=False,
+            names_answers=config.ingress == GATEWAY,
             store=self._store,
             sites=Sites(tenancy.keyed, config.host, config.allowed_hosts, config.allowed_origins),
         )
         publisher = RayPublisher((Source.ROUTER,), {"router": self._router_id}, config.metrics_compat is not None)
         Publishing(on_loop(metrics.registry.collect), publisher, publish_period()).start()
         whole = app if self._tracing is None else self._tracing.app(app)
-        self._ingress = IngressCheck(whole, config.router_wait)
-        settle_heap()
-        waiting = StartupWait(self._ingress, self._serving, self._others.count)
-        if config.grpc_port is None:
-            return waiting
         traced = None if self._tracing is None else self._tracing.rpc
         services = GrpcServices(models, tenancy, GrpcMetrics(metrics).answered, config.max_body_bytes, traced)
+        carried = config.grpc_port is not None and config.ingress != SERVE
+        self._ingress = IngressCheck(CarriedCalls(whole, services) if carried else whole, config.router_wait)
+        settle_heap()
+        waiting = StartupWait(self._ingress, self._serving, self._others.count)
+        if config.grpc_port is None or carried:
+            return waiting
         return BesideHttp(waiting, _grpc_server(config.host, config.grpc_port, services), config.drain_timeout)
 
     def models(self) -> list[tuple[str, dict[str, Any]]]:
@@ -216,6 +225,44 @@ class Router:
         return who | ready | app_body(self._others.app, self._watch.picture, views, self._rollback.notice)
 
 
+@serve.ingress()
+class Router(RouterHost):
+    """A router whose requests come through Serve's own proxy."""
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Return the front end (called by Serve on this replica's event loop)."""
+        return self.build()
+
+
+class RouterBehindGateway(RouterHost):
+    """A router whose requests come from gateways."""
+
+    async def __init__(self, *args: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+        super().__init__(*args)
+        app = self.build()
+        self._exchanges = ExchangeServer(app)
+        self._lifespan = LifespanOn(uvicorn.Config(app, lifespan="on", log_config=None))
+        await self._lifespan.startup()
+        if self._lifespan.should_exit:
+            raise RuntimeError("the router did not start; its log has more")
+
+    async def lease(self, gateway_id: str, node: str, watch: None = None) -> AsyncIterator[RouterAnnouncement]:
+        """Announce this router to a gateway; stays open until it lets go or one of the two is gone.
+
+        `watch` is for the gateway's side (`cluster.lifecycle.leases`), and None here.
+        """
+        address = await self._exchanges.address(listening_host(self._config.link_host, [node]))
+        yield RouterAnnouncement(self._router_id, serve.get_replica_context().replica_id.unique_id, address)
+        await self._exchanges.until_left(gateway_id, LINK_PATIENCE)
+
+    async def __del__(self) -> None:
+        """End (called by Serve once no gateway has a lease)."""
+        exchanges: ExchangeServer | None = getattr(self, "_exchanges", None)
+        if exchanges is not None:
+            await exchanges.close()
+            await self._lifespan.shutdown()
+
+
 def _resolved(settings: dict[str, Any], one_of_many: bool) -> tuple[ClusterConfig, ServedModel]:
     """Return what a model's settings come to on this machine; raises `ReplicaStartError`."""
     try:
@@ -243,6 +290,6 @@ def _store(config: ClusterConfig) -> Store | None:
 
 def _grpc_server(host: str, port: int, services: GrpcServices) -> GrpcServer:
     try:
-        return GrpcServer(ListenAddress(host, port), services)
+        return inference_server(ListenAddress(host, port), services)
     except SquadronError as error:
         raise ReplicaStartError.of(error) from error

@@ -11,8 +11,8 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -21,6 +21,7 @@ from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from cluster.admission.deadline import HEADER, timeout_of
+from cluster.answer_log import AnswerLog, NoLog
 from cluster.client_id import SESSION_HEADER, is_client_id
 from cluster.errors import ApiError, as_api_error
 from cluster.grpc_api.protobuf import renamed
@@ -57,10 +58,29 @@ _CODES = {
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 TrailingMetadata = tuple[tuple[str, str | bytes], ...]
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 Answered = Callable[[str, str, str], None]  # method, status, id of the model or ""
 Metadata = Iterable[tuple[str, str | bytes]]
 Traced = Callable[[str, Metadata | None], "CallTrace | None"]  # method, metadata
+
+
+class RpcContext(Protocol):
+    """What a method needs of its call: a `grpc.aio.ServicerContext`, or what stands for one behind a gateway."""
+
+    def invocation_metadata(self) -> Metadata | None:
+        """Return what the client sent beside the request."""
+
+    def time_remaining(self) -> float | None:
+        """Return the seconds that the client's deadline leaves, None without one."""
+
+    def set_trailing_metadata(self, trailing: TrailingMetadata) -> None:
+        """Say what follows the last message."""
+
+    async def write(self, message: Message) -> None:
+        """Send one message."""
+
+    async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: TrailingMetadata) -> Any:
+        """End the call with a status."""
 
 
 @dataclass(slots=True)
@@ -71,7 +91,8 @@ class Rpc:
     without one. arrival: on the event loop's clock.
     model: id of the one that is asked, "" before it is known.
     session: the client's `x-session-id` as it came, "" without. tenant: whose key it has, "" before that is known.
-    trace: of the call, None where it is not traced. ignored: fields of the request that had no use.
+    trace: of the call, None where it is not traced. ignored: fields of the request that had no use. log: what is
+    kept of its answer.
     """
 
     method: str
@@ -86,6 +107,7 @@ class Rpc:
     tenant: str = ""
     trace: CallTrace | None = None
     ignored: tuple[str, ...] = ()
+    log: AnswerLog = field(default_factory=NoLog)
 
     def deadline(self) -> float | None:
         """Return when the call ends at the latest, on the event loop's clock; raises `ApiError` for bad metadata."""
@@ -115,21 +137,24 @@ class Rpc:
 
 @asynccontextmanager
 async def exchange(
-    method: str, context: grpc.aio.ServicerContext, answered: Answered, traced: Traced | None = None
+    method: str, context: RpcContext, answered: Answered, traced: Traced | None = None
 ) -> AsyncGenerator[Rpc, None]:
     """Run one RPC. Whatever it raises becomes its status; `answered` hears of it. traced: begins its trace."""
     metadata = context.invocation_metadata()
     label = metadata_value(metadata, "x-request-id")
+    log: AnswerLog = getattr(context, "answer_log", None) or NoLog()
+    remaining = context.time_remaining()
     rpc = Rpc(
         method,
         metadata_value(metadata, "authorization"),
         f"req-{secrets.token_hex(16)}",
         label if is_client_id(label) else "",
         [value for key, value in metadata or () if key == HEADER and isinstance(value, str)],
-        context.time_remaining(),
-        asyncio.get_running_loop().time(),
+        None if remaining is None else remaining + log.elapsed,
+        asyncio.get_running_loop().time() - log.elapsed,
         session=metadata_value(metadata, SESSION_HEADER),
         trace=None if traced is None else traced(method, metadata),
+        log=log,
     )
     try:
         yield rpc
@@ -145,7 +170,7 @@ async def exchange(
     except ApiError as error:
         await _fail(context, error, rpc, answered)
     except Exception as error:
-        log.error("request %s failed inside", rpc.id, exc_info=redacted(error), extra=about(rpc.names()))
+        logger.error("request %s failed inside", rpc.id, exc_info=redacted(error), extra=about(rpc.names()))
         sorry = ApiError("internal_error", "the server failed; its log has more under this request id")
         await _fail(context, sorry, rpc, answered)
 
@@ -174,14 +199,14 @@ def _record(rpc: Rpc, code: grpc.StatusCode, answered: Answered, error: str = ""
 def _left(rpc: Rpc, answered: Answered) -> None:
     _record(rpc, grpc.StatusCode.CANCELLED, answered, names.CANCELLED)
     message = "request %s (client id %r): the client left, or its deadline passed"
-    log.info(message, rpc.id, rpc.client_id, extra=about(rpc.names()))
+    logger.info(message, rpc.id, rpc.client_id, extra=about(rpc.names()))
 
 
-async def _fail(context: grpc.aio.ServicerContext, error: ApiError, rpc: Rpc, answered: Answered) -> None:
+async def _fail(context: RpcContext, error: ApiError, rpc: Rpc, answered: Answered) -> None:
     error.request_id = rpc.id
     code = status_code(error)
     told = rpc.id, rpc.client_id, code.name, error.code
-    log.info("request %s (client id %r): %s %s", *told, extra=about(rpc.names(error.code)))
+    logger.info("request %s (client id %r): %s %s", *told, extra=about(rpc.names(error.code)))
     _record(rpc, code, answered, error.code, failed=error.status >= 500)
     with suppress(grpc.aio.InternalError):  # the client is gone
         told_last = (*trailing_metadata(error, rpc.shown_id), *rpc.traced())

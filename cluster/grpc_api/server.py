@@ -1,4 +1,4 @@
-"""The router's own gRPC server: who may call, what is let in, and how it ends.
+"""The gRPC server of a router, or of a gateway: what is let in, and how it ends.
 
 Serve's gRPC ingress is not used, for reasons that docs/guides/grpc.md gives: it listens on all interfaces, lets a
 slow reader fill the memory, and bounds no message.
@@ -7,7 +7,6 @@ slow reader fill the memory, and bounds no message.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,24 +16,17 @@ from grpc_reflection.v1alpha import reflection
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiMessage
 
-from cluster.admission.tenants import Tenancy
-from cluster.errors import ApiError
-from cluster.grpc_api.rpc import Answered, Traced, exchange, metadata_value
+from cluster.grpc_api.door import SERVICE, KeyInterceptor
 from cluster.grpc_api.service import GrpcServices, InferenceService
-from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from engine.errors import ConfigError
 
 log = logging.getLogger(__name__)
-SERVICE = pb.DESCRIPTOR.services_by_name["Inference"]
 # Calls that one connection may have open. A client that opens calls only to reset them (CVE-2023-44487)
 # fills the queue of calls that wait to be looked at no further than this; without a bound no other is answered for
 # as long as one such connection goes on. gRPC's clients hold further calls back until some have ended.
 MAX_CONNECTION_CALLS = 128
 HANDSHAKE_MS = 20_000  # a connection on which HTTP/2 has not begun by then is closed
 IDLE_MS = 15 * 60_000  # and one that has had no call for so long; clients connect anew by themselves
-OPEN_METHODS = frozenset({f"/{SERVICE.full_name}/Health"})
-SCRAPED_METHODS = frozenset({f"/{SERVICE.full_name}/GetLoad"})  # all that a key for scraping opens
-_KNOWN = {f"/{SERVICE.full_name}/{method.name}": method.name for method in SERVICE.methods}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +43,19 @@ class ListenAddress:
 
 
 class GrpcServer:
-    """Made and used on one event loop. Raises `ConfigError` when its address is taken."""
+    """Made and used on one event loop. Raises `ConfigError` when its address is taken.
 
-    def __init__(self, address: ListenAddress, services: GrpcServices) -> None:
+    service: one method for each of the `.proto`; a request comes as bytes. door: who may call. max_message_bytes:
+    of a request.
+    """
+
+    def __init__(
+        self, address: ListenAddress, service: Any, door: grpc.aio.ServerInterceptor, max_message_bytes: int
+    ) -> None:
         self._address = address
-        self._service = InferenceService(services)
-        keys = KeyInterceptor(services.tenancy, services.answered, services.traced)
-        self._server = grpc.aio.server(interceptors=[keys], options=_options(services.max_message_bytes))
-        self._server.add_generic_rpc_handlers((_handlers(self._service),))
+        self._service = service
+        self._server = grpc.aio.server(interceptors=[door], options=_options(max_message_bytes))
+        self._server.add_generic_rpc_handlers((_handlers(service),))
         reflection.enable_server_reflection((SERVICE.full_name, reflection.SERVICE_NAME), self._server)
         self.port = self._bound()
 
@@ -80,44 +77,13 @@ class GrpcServer:
             raise ConfigError(message, "grpc_port") from error
 
 
-class KeyInterceptor(grpc.aio.ServerInterceptor):
-    """Lets in who has a key, whatever is called: reflection, and methods that do not exist, too."""
-
-    def __init__(self, tenancy: Tenancy, answered: Answered, traced: Traced | None = None) -> None:
-        self._tenancy = tenancy
-        self._answered = answered
-        self._traced = traced
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler | None:
-        """Return the method's handler, or one that refuses without reading the request."""
-        method = handler_call_details.method
-        if method not in OPEN_METHODS:
-            authorization = metadata_value(handler_call_details.invocation_metadata, "authorization")
-            try:
-                tenant = self._tenancy.tenant_of(authorization)
-                if tenant.scrapes and method not in SCRAPED_METHODS:
-                    raise ApiError("permission_denied", "this key reads figures alone: GetLoad; use a tenant's key")
-            except ApiError as error:
-                return self._refusal(error, _KNOWN.get(method, "other"))
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            message = f"there is no method {method[:100]!r}; the service is {SERVICE.full_name}"
-            return self._refusal(ApiError("not_found", message, status=501), "other")
-        return handler
-
-    def _refusal(self, error: ApiError, name: str) -> grpc.RpcMethodHandler:
-        async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
-            async with exchange(name, context, self._answered, self._traced):
-                raise error
-
-        return grpc.stream_stream_rpc_method_handler(refuse)
+def inference_server(address: ListenAddress, services: GrpcServices) -> GrpcServer:
+    """Return a server of a router itself."""
+    keys = KeyInterceptor(services.tenancy, services.answered, services.traced)
+    return GrpcServer(address, InferenceService(services), keys, services.max_message_bytes)
 
 
-def _handlers(service: InferenceService) -> grpc.GenericRpcHandler:
+def _handlers(service: Any) -> grpc.GenericRpcHandler:
     """Requests stay bytes: those that cannot be read are then refused in our own words."""
     handlers = {}
     for method in SERVICE.methods:
@@ -128,8 +94,8 @@ def _handlers(service: InferenceService) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler(SERVICE.full_name, handlers)
 
 
-def _serialized(message: Message) -> bytes:
-    return message.SerializeToString()
+def _serialized(message: Message | bytes) -> bytes:
+    return message if isinstance(message, bytes) else message.SerializeToString()
 
 
 def _options(max_message_bytes: int) -> list[tuple[str, int]]:

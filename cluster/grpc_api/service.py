@@ -11,10 +11,10 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
 from google.protobuf.message import Message
 
 from cluster.admission.tenants import Tenancy, Visit
+from cluster.answer_log import AnswerFacts, AnswerLog
 from cluster.client_id import checked_session
 from cluster.errors import ApiError
 from cluster.grpc_api.protobuf import (
@@ -28,12 +28,12 @@ from cluster.grpc_api.protobuf import (
     shown,
     usage_message,
 )
-from cluster.grpc_api.rpc import Answered, Rpc, Traced, exchange
+from cluster.grpc_api.rpc import Answered, Rpc, RpcContext, Traced, exchange
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
-from cluster.openai.call import Call, build_requests
+from cluster.openai.call import Call
 from cluster.openai.choices import TokenUsage
 from cluster.openai.embeddings import EmbeddingCall, Vector, embedded, embedding_call, has_many
-from cluster.openai.generation import Generation
+from cluster.openai.generation import Generation, built
 from cluster.openai.served_model import ServedModel
 from cluster.openai.thread_pool import FairThreadPool
 from cluster.openai.validation import parse_chat, parse_completion
@@ -84,15 +84,15 @@ class InferenceService:
         """End the threads once what they do is done."""
         self._thread_pool.close()
 
-    async def Generate(self, body: bytes, context: grpc.aio.ServicerContext) -> None:
+    async def Generate(self, body: bytes, context: RpcContext) -> None:
         """Continue a prompt."""
         await self._generate(_GENERATE, body, context)
 
-    async def Chat(self, body: bytes, context: grpc.aio.ServicerContext) -> None:
+    async def Chat(self, body: bytes, context: RpcContext) -> None:
         """Answer a conversation."""
         await self._generate(_CHAT, body, context)
 
-    async def Embed(self, body: bytes, context: grpc.aio.ServicerContext) -> pb.EmbedResponse:
+    async def Embed(self, body: bytes, context: RpcContext) -> pb.EmbedResponse:
         """Turn texts into vectors."""
         async with self._exchange("Embed", context) as rpc, await self._visit(rpc) as visit:
             fields = await self._thread_pool.run(
@@ -103,6 +103,7 @@ class InferenceService:
                 len(body), lambda: embedding_call(fields, front.model), visit.tenant.name
             )
             rpc.id, rpc.ignored = call.request_id, call.ignored
+            rpc.log.begin(AnswerFacts(call.request_id, 0, 0))
             await visit.charge_prompt(call.num_tokens)
             track = front.metrics.track(call.requests, visit.charge_output)
             async with self._live.running(call.request_id, visit.tenant.name):
@@ -111,14 +112,14 @@ class InferenceService:
                 return await asyncio.to_thread(_embed_response, call, vectors)
             return _embed_response(call, vectors)
 
-    async def Abort(self, body: bytes, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
+    async def Abort(self, body: bytes, context: RpcContext) -> pb.AbortResponse:
         """End a running request of the same tenant."""
         async with self._exchange("Abort", context) as rpc:
             tenant = self._services.tenancy.tenant_of(rpc.authorization)
             self._live.abort(parsed(pb.AbortRequest, body).request_id, tenant.name)
             return pb.AbortResponse()
 
-    async def GetModelInfo(self, body: bytes, context: grpc.aio.ServicerContext) -> pb.GetModelInfoResponse:
+    async def GetModelInfo(self, body: bytes, context: RpcContext) -> pb.GetModelInfoResponse:
         """Tell of a served model."""
         async with self._exchange("GetModelInfo", context) as rpc:
             request = parsed(pb.GetModelInfoRequest, body)
@@ -134,7 +135,7 @@ class InferenceService:
                 max_message_bytes=self._services.max_message_bytes,
             )
 
-    async def Health(self, body: bytes, context: grpc.aio.ServicerContext) -> pb.HealthResponse:
+    async def Health(self, body: bytes, context: RpcContext) -> pb.HealthResponse:
         """Tell whether requests that come now are served. Needs no key, so that it names no model."""
         async with self._exchange("Health", context):
             asked = parsed(pb.HealthRequest, body).model
@@ -144,7 +145,7 @@ class InferenceService:
             fronts = [models.named(asked)] if asked else models
             return pb.HealthResponse(ready=any(front.ready() for front in fronts))
 
-    async def GetLoad(self, body: bytes, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:
+    async def GetLoad(self, body: bytes, context: RpcContext) -> pb.GetLoadResponse:
         """Tell what the replicas do now, of one model or of all."""
         async with self._exchange("GetLoad", context) as rpc:
             self._refuse_tenants(rpc)
@@ -157,20 +158,20 @@ class InferenceService:
                 inside=sum(front.admission.num_inside for front in fronts),
             )
 
-    async def _generate(self, kind: _Kind, body: bytes, context: grpc.aio.ServicerContext) -> None:
+    async def _generate(self, kind: _Kind, body: bytes, context: RpcContext) -> None:
         method = "Generate" if kind is _GENERATE else "Chat"
         async with self._exchange(method, context) as rpc, await self._visit(rpc) as visit:
             fields, told = await self._thread_pool.run(len(body), lambda: _read(kind, body), visit.tenant.name)
             front = self._asked(fields, rpc, visit)
             call, requests = await self._thread_pool.run(
-                len(body), lambda: _built(kind, fields, front.model), visit.tenant.name
+                len(body), lambda: built(kind.parse(fields, front.model), front.model, rpc.log), visit.tenant.name
             )
             rpc.id, rpc.client_id = call.request_id, rpc.client_id or call.client_id
             rpc.ignored = call.ignored
             await visit.charge_prompt(sum([len(request.prompt_token_ids) for request in requests]))
             responses = kind.responses(call, front.model.tokenizer, *told)
             async with self._live.running(call.request_id, visit.tenant.name):
-                await _stream(front, call, requests, responses, visit, context)
+                await _stream(front, call, requests, responses, visit, context, rpc.log)
 
     def _asked(self, fields: Mapping[str, Any], rpc: Rpc, visit: Visit) -> ModelFront:
         """Find out which model is asked."""
@@ -190,15 +191,17 @@ class InferenceService:
             )
             raise ApiError("permission_denied", message)
 
-    def _exchange(self, method: str, context: grpc.aio.ServicerContext) -> Any:
+    def _exchange(self, method: str, context: RpcContext) -> Any:
         return exchange(method, context, self._services.answered, self._services.traced)
 
     async def _visit(self, rpc: Rpc) -> Visit:
         tenancy = self._services.tenancy
         tenant = tenancy.tenant_of(rpc.authorization)
         rpc.tenant = tenant.name
-        context = CallContext(checked_session(rpc.session), trace=rpc.trace)
-        return await tenancy.visit(tenant, rpc.deadline(), context)
+        log = rpc.log
+        session = checked_session(rpc.session)
+        context = CallContext(session, fingerprint=log.fingerprint, continues=log.continues, trace=rpc.trace)
+        return await tenancy.visit(tenant, rpc.deadline(), context, charged=log.facts is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,11 +252,12 @@ async def _stream(
     requests: Sequence[Request],
     responses: Responses,
     visit: Visit,
-    context: grpc.aio.ServicerContext,
+    context: RpcContext,
+    log: AnswerLog,
 ) -> None:
     """Write what comes as it comes; a client that reads slowly delays only itself."""
     track = front.metrics.track(requests, visit.charge_output)
-    generation = Generation(call, requests, front.model.tokenizer, visit.source, track)
+    generation = Generation(call, requests, front.model.tokenizer, visit.source, track, log)
     try:
         async with aclosing(generation.deltas()) as deltas:
             await context.write(responses.first())
@@ -271,12 +275,6 @@ def _read(kind: _Kind, body: bytes) -> tuple[Mapping[str, Any], tuple[bool, bool
     message: Any = parsed(kind.request, body)
     told = shown(message)
     return kind.fields(message), told
-
-
-def _built(kind: _Kind, fields: Mapping[str, Any], model: ServedModel) -> tuple[Call, list[Request]]:
-    """Check and tokenize a request."""
-    call = kind.parse(fields, model)
-    return call, build_requests(call, model)
 
 
 def _embed_response(call: EmbeddingCall, vectors: Sequence[Vector]) -> pb.EmbedResponse:

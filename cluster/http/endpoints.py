@@ -8,12 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from array import array
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import blake2b
 from typing import Any, TypeVar
 
 from msgspec import Raw, json
@@ -23,12 +21,12 @@ from cluster.admission.tenants import Visit
 from cluster.answer_log import ANSWER_LOG, AnswerFacts, AnswerLog
 from cluster.errors import ApiError, as_api_error
 from cluster.http.asgi import READ_PATIENCE, Answer, ClientGone, ClientStalled, read_body, until_disconnect
-from cluster.openai.call import Call, Parse, PromptOptions, build_requests, chat_ids, conversation_of
+from cluster.openai.call import Call, Parse, PromptOptions, chat_ids, conversation_of
 from cluster.openai.choices import Delta
 from cluster.openai.embeddings import embedded, embedding_call, whole_answer
 from cluster.openai.fields import Hints
 from cluster.openai.frames import DONE, Frames
-from cluster.openai.generation import MANY_LOGPROBS, Generation, whole_body
+from cluster.openai.generation import MANY_LOGPROBS, Generation, built, whole_body
 from cluster.openai.refusals import Refusal
 from cluster.openai.request_fields import DetokenizeFields, TokenizeFields
 from cluster.openai.response_input import ResponseCall, our_name, parse_response, renamed
@@ -74,15 +72,7 @@ class Incoming:
 
         Raises `ApiError` (`model_changed`) where that one made something else of the request.
         """
-        model, begun = self.front.model, self.log.facts
-        if begun is not None:
-            call = replace(call, request_id=begun.request_id, created=begun.created, seed=begun.seed)
-        requests = build_requests(call, model)
-        facts = AnswerFacts(call.request_id, call.created, call.seed, _digest(requests))
-        if self.log.begin(facts).asked not in (facts.asked, b""):
-            message = "the routers were updated meanwhile, and make another prompt of the request; send it again"
-            raise ApiError("model_changed", message)
-        return call, requests
+        return built(call, self.front.model, self.log)
 
     def report_ignored(self, names: Sequence[str]) -> None:
         """Have the answer name fields of the request that had no use."""
@@ -187,15 +177,6 @@ class GenerationEndpoint(Endpoint):
 
     def _built(self, incoming: Incoming, fields: Mapping[str, Any], model: ServedModel) -> tuple[Call, list[Request]]:
         return incoming.built(self._parse(fields, model))
-
-
-def _digest(requests: Sequence[Request]) -> bytes:
-    """Return a digest of what is to be generated, by which two routers know that they mean the same."""
-    digest = blake2b(digest_size=16)
-    for request in requests:
-        digest.update(array("q", request.prompt_token_ids).tobytes())
-        digest.update(repr((request.params, request.seed)).encode())
-    return digest.digest()
 
 
 async def begun(incoming: Incoming, call: Call, requests: Sequence[Request]) -> Generation:

@@ -123,16 +123,17 @@ class Attempt:
     def _start(self, message: Message) -> None:
         exchange = self._exchange
         self._asks = message.pop(ASKS_TAKEN, False)
-        kind, status = Headers(raw=message["headers"]).get("content-type", ""), message["status"]
-        plain = kind.startswith("text/plain")  # as Serve's own words are, and no router's
+        kind = Headers(raw=message["headers"]).get("content-type", "").partition(";")[0]
+        status = message["status"]
+        plain = kind == "text/plain"  # as Serve's own words are, and no router's
         self.unknown = plain and self._learning and status == 404
         self._unanswered = self.unknown or (plain and status == 503)
         if exchange.started:
-            if not self._unanswered and (status != 200 or not kind.startswith("text/event-stream")):
+            if not self._unanswered and (status != 200 or kind != exchange.kind):
                 self._refusal = bytearray()
         elif not self._unanswered:
             message["headers"] = self._with_one_id(message["headers"])
-            exchange.streams_events = kind.startswith("text/event-stream")
+            exchange.kind = kind
             self._head = message
 
     async def _body(self, message: Message) -> None:

@@ -19,6 +19,9 @@ MOST_OF_ONE = 32 << 20  # bytes that are kept of one exchange: what was asked an
 OF_MESSAGE, OF_NOTE = 256, 64  # bytes that a kept one takes beside its content
 QUIET = 5.0  # seconds without a byte for a client that waits for another router, until it gets a comment
 COMMENT = b": waiting for another router\n\n"  # source: WHATWG HTML, server-sent events: clients pass over it
+CALL = "squadron.call"  # key of the scope of a call of gRPC: its `method`, `metadata`, `remaining` seconds
+REPEATED_CALLS = frozenset({"Generate", "Chat", "Embed", "GetModelInfo", "Health", "GetLoad"})
+STREAMS = ("text/event-stream", "application/grpc-web")  # what can be gone on with in the middle
 REPEATED = frozenset(  # a POST that has no effect but its answer
     {
         "/v1/completions",
@@ -52,8 +55,8 @@ class Budget:
 class Exchange:
     """The client's side of one exchange, which lasts over all routers that answer it.
 
-    over: answered to the end, or the client is gone. started: whether the client has the head of an answer, which
-    `streams_events` or not. last: what of the body came last. sent: bytes of the body that the client has or that are
+    over: answered to the end, or the client is gone. started: whether the client has the head of an answer. kind: its
+    content type. last: what of the body came last. sent: bytes of the body that the client has or that are
     on their way to it. shown_id: the router's id of the answer, where the answer shows that one. named: whether the
     client has a name of its own for the request.
     """
@@ -61,7 +64,7 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send, budget: Budget, named: bool) -> None:
         self.over = False
         self.started = False
-        self.streams_events = False
+        self.kind = ""
         self.last = b""
         self.sent = 0
         self.shown_id: str | None = None
@@ -84,7 +87,12 @@ class Exchange:
     @property
     def continuable(self) -> bool:
         """Whether another router can give the rest of the answer."""
-        return self._keeps and (not self.started or (self.streams_events and bool(self._notes)))
+        return self._keeps and (not self.started or (self.kind in STREAMS and bool(self._notes)))
+
+    @property
+    def streams_events(self) -> bool:
+        """Whether the answer is a stream of server-sent events."""
+        return self.kind == STREAMS[0]
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -182,5 +190,7 @@ class Exchange:
 
 def _is_repeated(scope: Mapping[str, Any]) -> bool:
     """Whether a request can be asked twice: it has no effect but its answer."""
+    if CALL in scope:
+        return scope[CALL]["method"].rpartition("/")[2] in REPEATED_CALLS
     path, method = scope["path"][len(scope.get("root_path", "")) :], scope.get("method")
     return method in ("GET", "HEAD") or (method == "POST" and path in REPEATED)

@@ -212,8 +212,8 @@ def router_lost(request_id: str | None) -> ApiError:
 
 
 def no_router(request_id: str | None) -> ApiError:
-    """Return the error of a request that came before this proxy knew of any router."""
-    message = "the proxy has only just started and knows no router yet; send the request again"
+    """Return the error of a request that came while no router was known."""
+    message = "no router is known yet, or none is left; send the request again"
     return ApiError("no_router", message, request_id=request_id)
 
 

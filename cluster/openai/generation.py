@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from array import array
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import cast
 
-from cluster.answer_log import AnswerLog, NoLog
-from cluster.openai.call import Call
+from cluster.answer_log import AnswerFacts, AnswerLog, NoLog
+from cluster.errors import ApiError
+from cluster.openai.call import Call, build_requests
 from cluster.openai.choices import (
     Choice,
     Collected,
@@ -22,6 +25,7 @@ from cluster.openai.choices import (
     openings,
 )
 from cluster.openai.frames import Frames
+from cluster.openai.served_model import ServedModel
 from cluster.telemetry.metrics import RequestTrack
 from cluster.token_source import TokenChunk, TokenSource
 from engine.request import Request
@@ -182,6 +186,30 @@ class Generation:
             num_scored_tokens=scored + 1 if scored else 0,
             retried=True,
         )
+
+
+def built(call: Call, model: ServedModel, log: AnswerLog) -> tuple[Call, list[Request]]:
+    """Return a call and its requests with what its answer shows: as an earlier router has begun it, if one has.
+
+    Raises `ApiError` (`model_changed`) where that one made something else of the request.
+    """
+    if (begun := log.facts) is not None:
+        call = replace(call, request_id=begun.request_id, created=begun.created, seed=begun.seed)
+    requests = build_requests(call, model)
+    facts = AnswerFacts(call.request_id, call.created, call.seed, _digest(requests))
+    if log.begin(facts).asked not in (facts.asked, b""):
+        message = "the routers were updated meanwhile, and make another prompt of the request; send it again"
+        raise ApiError("model_changed", message)
+    return call, requests
+
+
+def _digest(requests: Sequence[Request]) -> bytes:
+    """Return a digest of what is to be generated, by which two routers know that they mean the same."""
+    digest = blake2b(digest_size=16)
+    for request in requests:
+        digest.update(array("q", request.prompt_token_ids).tobytes())
+        digest.update(repr((request.params, request.seed)).encode())
+    return digest.digest()
 
 
 async def whole_body(call: Call, generation: Generation, deltas: AsyncIterator[Delta], frames: Frames) -> bytes:

@@ -17,10 +17,11 @@ from prometheus_client.core import Metric
 
 from cluster.accounts.flight_recorder import FlightRecorder
 from cluster.config import ClusterConfig
+from cluster.lifecycle.leases import listening_host
 from cluster.private_files import opener
 from cluster.replica.core import ReplicaCore
 from cluster.replica.sessions import ReplicaFacts
-from cluster.replica.worker_group import StartedGroup, listening_host, memory_metric
+from cluster.replica.worker_group import StartedGroup, memory_metric
 from cluster.telemetry.families import Source
 from cluster.telemetry.metrics import account_metrics, engine_metrics
 from cluster.telemetry.publishing import Publishing, RayPublisher, on_loop, publish_period
@@ -96,7 +97,7 @@ class ReplicaHost:
     async def announce(self, node: str) -> Announcement:
         """Return how this replica is reached from `node`."""
         info = self._group.info
-        address = await asyncio.shield(self._listen(listening_host(self._config, [node])))
+        address = await asyncio.shield(self._listen(listening_host(self._config.link_host, [node])))
         return Announcement(
             self._id, address, info.phases, info.kv_tokens, self._group.pids, self._vocabulary, info.words
         )

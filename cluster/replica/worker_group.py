@@ -19,6 +19,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.config import ClusterConfig
+from cluster.lifecycle.leases import listening_host
 from cluster.replica.orphans import watch_parent
 from cluster.telemetry.families import FAMILIES, Source
 from cluster.telemetry.logs import JSON, log_to_stderr
@@ -37,7 +38,6 @@ from parallel.message_ring import SharedMemoryRing
 from parallel.rendezvous import Rendezvous, RendezvousAddress
 
 _WAIT, _FORWARD = "rank_channel_wait_seconds", "rank_forward_seconds"
-LOOPBACK = "127.0.0.1"
 LogAs = Callable[[int], Mapping[str, str | int] | None]  # rank -> fields
 
 
@@ -285,7 +285,7 @@ def _start_workers(
     size = engine.tensor_parallel_size
     here = ray.get_runtime_context().get_node_id()
     try:
-        rendezvous = Rendezvous.create(listening_host(config, workers.nodes))
+        rendezvous = Rendezvous.create(listening_host(config.link_host, workers.nodes))
         same_host = all(node == here for node in workers.nodes)
         ring = SharedMemoryRing.create(readers=size - 1) if same_host else None
     except BaseException:
@@ -295,14 +295,6 @@ def _start_workers(
     workers.start(rank_main, lambda rank: (of, engine, rank, size, rendezvous.address, handle))
     executor, info = drive_worker_group(engine, folder, rendezvous, ring, workers, on_phase)
     return StartedGroup(executor, info, workers)
-
-
-def listening_host(config: ClusterConfig, nodes: Iterable[str]) -> str:
-    """Return where this process listens for peers on `nodes`: as configured, else loopback if all are on its own."""
-    if config.link_host is not None:
-        return config.link_host
-    here = ray.get_runtime_context().get_node_id()
-    return LOOPBACK if all(node == here for node in nodes) else str(ray.util.get_node_ip_address())
 
 
 def _check_link_host(host: str | None) -> None:

@@ -1,10 +1,4 @@
-"""A router's register of replicas: finds each by a lease, links up with it, and lets go when it leaves or dies.
-
-A router keeps one lease call pending. Serve's request router (in the router's own process) holds it back until a
-replica exists that the caller does not know, and sends it there; the stream that answers is the router's lease on
-that replica. Serve waits for open streams when it stops a replica, and breaks them when the replica dies, so a lease
-is also how a router hears of both. Public Ray API: `ray.serve.request_router`.
-"""
+"""A router's register of replicas: finds each by a lease, links up with it, and lets go when it leaves or dies."""
 
 from __future__ import annotations
 
@@ -17,8 +11,8 @@ from typing import Any
 
 import ray
 from ray.serve.handle import DeploymentHandle
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
+from cluster.lifecycle.leases import LEASE_PATIENCE, RETRY_SECONDS, ReplicaWatch, either, lease_ended
 from cluster.router.dispatcher import Dispatcher
 from cluster.tasks import is_cancelled
 from cluster.wire.link import LOST, Announcement, LinkError, OtherProtocolError
@@ -27,78 +21,8 @@ from cluster.wire.tcp import connect
 logger = logging.getLogger(__name__)
 
 
-class ReplicaWatch:
-    """A router's view of the replica set, handed by reference to the request router in the same process.
-
-    `known` holds the ids of replicas that are leased or not wanted now. `on_members` is called on `loop` with all
-    running ids whenever Serve changes the set. Sent to a replica it becomes None: it has no meaning elsewhere.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_members: Callable[[frozenset[str]], None]) -> None:
-        self.known: set[str] = set()
-        self._loop = loop
-        self._on_members = on_members
-
-    def members_changed(self, ids: frozenset[str]) -> None:
-        """Tell the router, from the request router's thread. Dropped once the router's loop is closed."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._on_members, ids)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (type(None), ())
-
-
-class LeaseRequestRouter(RequestRouter):
-    """Serve's request router for the replica deployment: sends each lease call to a replica its caller lacks."""
-
-    def initialize_state(self, **kwargs: Any) -> None:
-        """Start without watchers (called by Serve)."""
-        self._watches: list[ReplicaWatch] = []
-        self._recheck = asyncio.Event()
-
-    async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> list[list[RunningReplica]]:
-        """Return the replicas unknown to the caller, waiting until there is one; any replica for other calls."""
-        # No isinstance: Serve may copy this class by value, and its globals are then not the caller's.
-        watch: ReplicaWatch | None = pending_request.kwargs.get("watch") if pending_request else None
-        if pending_request is None or watch is None:
-            return [candidate_replicas]
-        if watch not in self._watches:
-            self._watches.append(watch)
-            watch.members_changed(self._ids())
-        while not pending_request.future.done():
-            self._recheck.clear()
-            fresh = [r for r in self.curr_replicas.values() if r.replica_id.unique_id not in watch.known]
-            if fresh:
-                return [fresh]
-            await self._wait_for_change()
-        # The call was given up, perhaps while a replica was being asked. Serve notices when it is given candidates,
-        # and only then: with none it would ask again at once, for ever, and its loop would do nothing else.
-        return [candidate_replicas]
-
-    def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take the new set from Serve's controller and pass it on to the watchers."""
-        super().update_replicas(replicas)
-        self._recheck.set()
-        for watch in self._watches:
-            watch.members_changed(self._ids())
-
-    async def _wait_for_change(self) -> None:
-        # A watch forgets a replica whose link broke without Serve changing the set: look again now and then.
-        try:
-            await asyncio.wait_for(self._recheck.wait(), timeout=0.25)
-        except TimeoutError:
-            return
-
-    def _ids(self) -> frozenset[str]:
-        return frozenset(replica_id.unique_id for replica_id in self.curr_replicas)
-
-
-RETRY_SECONDS = 0.25
 MOST_RETRY_SECONDS = 4.0  # between two tries of a replica that takes no link
 COLD_PATIENCE = 1.0  # seconds until a call is made anew that waits for a first replica
-LEASE_PATIENCE = 5.0  # seconds; a replica that has stopped may have been asked, and another have come since
 
 
 class ReplicaDirectory:
@@ -203,7 +127,7 @@ class ReplicaDirectory:
                     self._announced[replica_id] = announcement
                     self._dispatcher.add_link(link)
                     self._let_leave()
-                    await _either(_lease_ended(lease), link.wait_closed())
+                    await either(lease_ended(lease), link.wait_closed())
             finally:
                 link.close(LOST, "the lease has ended")
         except OtherProtocolError as error:
@@ -297,22 +221,3 @@ class ReplicaDirectory:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("the register of replicas failed", exc_info=error)
-
-
-async def _either(*waits: Coroutine[Any, Any, None]) -> None:
-    """Return when the first of `waits` does, and give up the others."""
-    tasks = [asyncio.create_task(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-async def _lease_ended(lease: Any) -> None:
-    """Return when the replica ends the lease or dies."""
-    try:
-        async for _ in lease:
-            pass
-    except Exception as error:
-        logger.info("lease over: %s", type(error).__name__)

@@ -12,12 +12,14 @@ import httpx
 import ray
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.config import ProxyLocation
 from ray.serve.exceptions import RayServeException
 from rich.text import Text
 
 from cluster.app import build, logging_config, uses_gpu
 from cluster.app_config import AppConfig
 from cluster.config import ClusterConfig
+from cluster.config_values import GATEWAY
 from cluster.ingress.router_side import UNGUARDED
 from cluster.resources import app_resources
 from cluster.telemetry.logs import JSON
@@ -235,13 +237,15 @@ class Server:
         status = serve.status()
         if APP in status.applications:
             raise StartError(f"an app named {APP} already runs in this cluster; delete it first (`serve shutdown`)")
-        if status.proxies:
+        if status.proxies and self._config.ingress != GATEWAY:
             self._find_proxy()
             return
         free_port(self._config.host, self._config.port)
         self._started_serve = True
         try:
+            alone = self._config.ingress == GATEWAY  # no proxy of Serve's beside it
             serve.start(
+                proxy_location=ProxyLocation.Disabled if alone else None,
                 http_options={"host": self._config.host, "port": self._config.port},
                 logging_config=logging_config(self._config.log_format),
             )

@@ -15,8 +15,8 @@ import ray
 from ray import serve
 from ray.serve.context import _get_global_client
 
+from cluster.lifecycle.leases import ReplicaWatch
 from cluster.lifecycle.rollback import AppMemory
-from cluster.router.directory import ReplicaWatch
 from cluster.wire.link import ReplicaLink
 from cluster.wire.messages import Draining, Ping
 from cluster.wire.tcp import connect

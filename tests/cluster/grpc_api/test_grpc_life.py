@@ -9,7 +9,7 @@ from cluster.admission.admission_queue import AdmissionQueue
 from cluster.admission.keys import FixedKeys, KeyEntry, KeyRing, Tenant, hash_key
 from cluster.admission.tenants import Tenancy
 from cluster.errors import ApiError
-from cluster.grpc_api.server import BesideHttp, GrpcServer, ListenAddress
+from cluster.grpc_api.server import BesideHttp, ListenAddress, inference_server
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
 from cluster.openai.served_model import ServedModel
@@ -22,6 +22,8 @@ from tests import tiny_tokenizer
 from tests.fake_source import FakeSource
 from tests.grpc_client import Refusal, gathered, grpc_services, refusal_of, serving_grpc
 from tests.openai_app import MODEL, app_for, front_for, saying, served_model
+
+pytestmark = pytest.mark.usefixtures("carried")
 
 ENDLESS = 10**6
 CHUNK = 2048  # tokens, of two bytes each
@@ -297,7 +299,7 @@ async def test_routers_of_one_machine_share_a_port_and_one_may_leave(model):
         address = ListenAddress(port=first.server.port)
         metrics = Metrics()
         models = Models([front_for(source, model, metrics, ready=lambda: False)])
-        second = GrpcServer(address, grpc_services(models, metrics))
+        second = inference_server(address, grpc_services(models, metrics))
         await second.start()
         await first.server.stop(0)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{second.port}") as channel:

@@ -12,7 +12,7 @@ from cluster.admission.tenants import Tenancy
 from cluster.errors import STATUS_BY_CODE, ApiError
 from cluster.grpc_api.protobuf import parsed
 from cluster.grpc_api.rpc import status_code
-from cluster.grpc_api.server import GrpcServer, ListenAddress
+from cluster.grpc_api.server import ListenAddress, inference_server
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.router.models import Models
 from cluster.router.replica_set import ReplicaView
@@ -22,6 +22,8 @@ from engine.errors import ConfigError, InvalidRequestError
 from tests.fake_source import FakeSource
 from tests.grpc_client import LIMIT, gathered, grpc_services, refusal_of, serving_grpc
 from tests.openai_app import MODEL, front_for, saying, served_model
+
+pytestmark = pytest.mark.usefixtures("carried")
 
 INVALID, MISSING = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
 
@@ -344,6 +346,6 @@ async def test_an_address_that_is_taken_is_told_by_the_flags_name(model):
     async with listener:
         port = listener.sockets[0].getsockname()[1]
         with pytest.raises(ConfigError) as caught:
-            GrpcServer(ListenAddress(port=port), services)
+            inference_server(ListenAddress(port=port), services)
     assert caught.value.flag == "grpc_port"
     assert str(port) in str(caught.value)

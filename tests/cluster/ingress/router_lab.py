@@ -6,22 +6,33 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from random import Random
 from types import TracebackType
 
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster.admission.tenants import Tenancy
+from cluster.grpc_api.carried import CarriedCalls
+from cluster.grpc_api.gateway import CarryingDoor, CarryingService
+from cluster.grpc_api.server import GrpcServer, ListenAddress
+from cluster.http.app import build_app
 from cluster.ingress.guard import RouterLossGuard
+from cluster.ingress.router_link import ExchangeServer
+from cluster.ingress.router_pool import KnownRouter, RouterPool
 from cluster.ingress.router_side import IngressCheck
 from cluster.replica.core import ReplicaCore
 from cluster.replica.sessions import ReplicaFacts
 from cluster.router.dispatcher import Dispatcher
+from cluster.router.models import Models
+from cluster.telemetry.metrics import Metrics
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from tests.chaos.front import listen
 from tests.chaos.streams import client_of
 from tests.cluster.cluster_lab import until
 from tests.fake_executor import FakeExecutor
-from tests.openai_app import MODEL, app_for, served_model, serving
+from tests.grpc_client import LIMIT, grpc_services
+from tests.openai_app import MODEL, front_for, served_model, serving
 from tests.simulator.links import connect_local
 
 BLOCK, CONTEXT, NUM_BLOCKS = 16, 4000, 2000
@@ -43,11 +54,18 @@ class LabRouter:
         self.dispatcher = Dispatcher()
         for replica in self._lab.replicas:
             self.dispatcher.add_link(await connect_local(replica.serve, self.name))
-        self._app = IngressCheck(app_for(self.dispatcher, self._lab.model), self._lab.router_wait)
+        metrics = Metrics()
+        models = Models([front_for(self.dispatcher, self._lab.model, metrics)])
+        app = build_app(models, metrics, lambda: {"ready": True, "replicas": []})
+        services = grpc_services(models, metrics)
+        self._app = IngressCheck(CarriedCalls(app, services), self._lab.router_wait)
+        self._server = ExchangeServer(self)
+        self.known = KnownRouter(self.name, await self._server.address("127.0.0.1"))
 
     async def kill(self) -> None:
         """End it as a signal would: what it had on its way is gone."""
         self.dead.set()
+        await self._server.close()
         await self.dispatcher.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,15 +107,29 @@ class LabRouter:
 
 
 class RouterLab:
-    """Some routers over two replicas on the fake model, behind the guard. on_message: called as a router says one."""
+    """Some routers over two replicas on the fake model, behind the guard. on_message: called as a router says one.
 
-    def __init__(self, folder: Path, routers: int = 2, pace: float = 0.0005, router_wait: float = 20.0) -> None:
+    gateway: between guard and routers is our own wire, and not what stands for Ray Serve's.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        routers: int = 2,
+        pace: float = 0.0005,
+        router_wait: float = 20.0,
+        gateway: bool = False,
+    ) -> None:
+        self._pool = RouterPool("gateway", router_wait) if gateway else None
         self.model = served_model(folder, max_model_len=CONTEXT)
         self.router_wait = router_wait
         self.on_message: Callable[[LabRouter], None] = lambda _: None
         self.routers: list[LabRouter] = []
         self.replicas: list[ReplicaCore] = []
         self.killed = 0
+        self.steps = 0  # of all replicas
+        self._open: set[object] = set()  # exchanges
+        self._waiting: set[object] = set()  # those that have got nothing since the last kill
         self._wanted = routers
         self._pace = pace
         self._made = 0
@@ -109,7 +141,10 @@ class RouterLab:
         self.replicas = [self._replica(name) for name in "ab"]
         for _ in range(self._wanted):
             await self.add()
-        self.url = await self._stack.enter_async_context(serving(RouterLossGuard(self._proxy)))
+        guard = self._watched(RouterLossGuard(self._proxy))
+        self.url = await self._stack.enter_async_context(serving(guard))
+        if self._pool is not None:
+            self.grpc_port = await self._start_grpc(guard, self._pool)
         self.client = await self._stack.enter_async_context(client_of(self.url))
         return self
 
@@ -127,6 +162,13 @@ class RouterLab:
             for replica in self.replicas:
                 await replica.close()
 
+    async def _start_grpc(self, guard: ASGIApp, pool: RouterPool) -> int:
+        service = CarryingService(guard, lambda: pool.routers)
+        server = GrpcServer(ListenAddress(), service, CarryingDoor(Tenancy(), service), LIMIT)
+        await server.start()
+        self._stack.push_async_callback(server.stop, 0)
+        return server.port
+
     async def add(self) -> LabRouter:
         """Start one more router."""
         router = LabRouter(self._made, self)
@@ -135,6 +177,10 @@ class RouterLab:
         async with self._came:
             self.routers.append(router)
             self._came.notify_all()
+        if self._pool is not None:
+            task = asyncio.create_task(self._pool.hold(router.known))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         return router
 
     def kill(self, router: LabRouter, successor_after: float | None = 0.01) -> None:
@@ -159,6 +205,9 @@ class RouterLab:
         if scope["type"] != "http":
             await self._lifespan(receive, send)
             return
+        if self._pool is not None:
+            await self._pool(scope, receive, send)
+            return
         async with self._came:
             await self._came.wait_for(lambda: self.routers)
         await min(self.routers, key=lambda one: one.asked)(scope, receive, send)
@@ -170,9 +219,46 @@ class RouterLab:
             if message["type"] == "lifespan.shutdown":
                 return
 
+    async def struck(self, rng: Random, streams: bool = True, steps: int = 100) -> None:
+        """Kill a router each time that the replicas have made so many steps more, however long these take.
+
+        streams: and each client has got something of its answer since: what kills three routers in a row is given up.
+        """
+        while True:
+            wanted, self._waiting = self.steps + steps, set(self._open) if streams else set()
+            await until(lambda: self.steps >= wanted and self.routers and not self._waiting, deadline=60)  # noqa: B023
+            self.kill(rng.choice(self.routers))
+
+    def _watched(self, app: ASGIApp) -> ASGIApp:
+        """Take note of who waits for the next piece of an answer."""
+
+        async def call(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http":
+                await app(scope, receive, send)
+                return
+            name = object()
+
+            async def seen(message: Message) -> None:
+                await send(message)
+                if message.get("body"):
+                    self._waiting.discard(name)
+
+            self._open.add(name)
+            try:
+                await app(scope, receive, seen)
+            finally:
+                self._open.discard(name)
+                self._waiting.discard(name)
+
+        return call
+
+    def _step(self) -> float:
+        self.steps += 1
+        return self._pace
+
     def _replica(self, name: str) -> ReplicaCore:
         vocab = self.model.vocab_size
         config = EngineConfig("fake", max_model_len=CONTEXT, max_num_seqs=64, block_size=BLOCK)
-        executor = FakeExecutor(NUM_BLOCKS, BLOCK, vocab, lambda _: self._pace)
+        executor = FakeExecutor(NUM_BLOCKS, BLOCK, vocab, lambda _: self._step())
         engine = EngineCore(config, executor, (self.model.tokenizer.eos_token_id or 0,), vocab, NUM_BLOCKS)
         return ReplicaCore(engine, ReplicaFacts(name, MODEL, CONTEXT, vocab, BLOCK, NUM_BLOCKS - 1, (), "fake"))

@@ -104,19 +104,19 @@ def _plain(body: dict[str, Any]) -> str:
     return re.sub(r'"(created|created_at|completed_at)": \d+', '"at": 0', text)
 
 
-@pytest.mark.parametrize("kind", ASKED)
-async def test_an_answer_is_what_it_would_have_been(tmp_path, kind):
+CARRIERS = pytest.mark.parametrize("gateway", [False, True], ids=["serve", "gateway"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "gateway"),
+    [(kind, False) for kind in ASKED] + [(kind, True) for kind in ("greedy", "several", "response", "whole scored")],
+)
+async def test_an_answer_is_what_it_would_have_been(tmp_path, kind, gateway):
     path, asked = ASKED[kind]
     rng = Random(kind)
-    async with RouterLab(tmp_path, pace=0.003) as lab:
+    async with RouterLab(tmp_path, pace=0.003, gateway=gateway) as lab:
         undisturbed = await said(lab, path, asked)
-
-        async def strike() -> None:
-            while True:
-                await asyncio.sleep(rng.uniform(0.3, 0.5))
-                lab.kill(rng.choice(lab.routers))
-
-        striking = asyncio.create_task(strike())
+        striking = asyncio.create_task(lab.struck(rng, asked["stream"]))
         found = await asyncio.gather(*(said(lab, path, asked) for _ in range(8)))
         striking.cancel()
         assert lab.killed > 1
@@ -183,8 +183,9 @@ async def test_a_long_answer_is_made_again_in_little_turns(tmp_path, monkeypatch
     assert Counter(at).most_common(1)[0][1] <= REPLAYED_AT_ONCE + 1
 
 
-async def test_the_only_router_is_waited_for_and_the_stream_shows_that_it_lives(tmp_path):
-    async with RouterLab(tmp_path, routers=1) as lab:
+@CARRIERS
+async def test_the_only_router_is_waited_for_and_the_stream_shows_that_it_lives(tmp_path, gateway):
+    async with RouterLab(tmp_path, routers=1, gateway=gateway) as lab:
         undisturbed = await said(lab, "/v1/completions", ASKED["greedy"][1])
         last = lab.routers[0].said + 20
         lab.on_message = lambda router: lab.kill(router, 0.5) if router.said == last else None
@@ -209,8 +210,9 @@ async def test_an_answer_keeps_its_name_for_those_who_ask_what_it_waits_for(tmp_
         assert all(is_of(name, shown) for name in names)
 
 
-async def test_where_no_router_comes_in_time_the_error_says_so(tmp_path):
-    async with RouterLab(tmp_path, routers=1, router_wait=0.3) as lab:
+@CARRIERS
+async def test_where_no_router_comes_in_time_the_error_says_so(tmp_path, gateway):
+    async with RouterLab(tmp_path, routers=1, router_wait=0.3, gateway=gateway) as lab:
         lab.on_message = lambda router: lab.kill(router, None) if router.said == 20 else None
         answer = await lab.client.post("/v1/completions", json=COMPLETION, timeout=60)
         error = json.loads(answer.text.split("\n\n")[-2].removeprefix("data: "))["error"]
@@ -218,11 +220,12 @@ async def test_where_no_router_comes_in_time_the_error_says_so(tmp_path):
         await lab.add()
 
 
-async def test_a_stopped_router_is_left_and_nothing_that_it_says_later_is_believed(tmp_path, monkeypatch):
+@CARRIERS
+async def test_a_stopped_router_is_left_and_nothing_that_it_says_later_is_believed(tmp_path, monkeypatch, gateway):
     monkeypatch.setattr("cluster.ingress.attempt.TICK", 0.2)
     monkeypatch.setattr("cluster.ingress.router_side.BEAT", 0.2)
     monkeypatch.setattr("cluster.ingress.router_side.NOTE_AFTER", 0.05)
-    async with RouterLab(tmp_path) as lab:
+    async with RouterLab(tmp_path, gateway=gateway) as lab:
         path, asked = ASKED["greedy"]
         undisturbed = await said(lab, path, asked)
         stopped = []
@@ -239,8 +242,9 @@ async def test_a_stopped_router_is_left_and_nothing_that_it_says_later_is_believ
         assert await said(lab, path, asked) == undisturbed
 
 
-async def test_a_request_of_which_every_router_dies_is_given_up(tmp_path):
-    async with RouterLab(tmp_path, routers=3) as lab:
+@CARRIERS
+async def test_a_request_of_which_every_router_dies_is_given_up(tmp_path, gateway):
+    async with RouterLab(tmp_path, routers=3, gateway=gateway) as lab:
         lab.on_message = lambda router: lab.kill(router)
         answer = await lab.client.post("/v1/completions", json=COMPLETION | {"stream": False}, timeout=60)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "router_lost")
@@ -248,8 +252,9 @@ async def test_a_request_of_which_every_router_dies_is_given_up(tmp_path):
         lab.on_message = lambda _: None
 
 
-async def test_uploads_are_not_asked_twice(tmp_path):
-    async with RouterLab(tmp_path) as lab:
+@CARRIERS
+async def test_uploads_are_not_asked_twice(tmp_path, gateway):
+    async with RouterLab(tmp_path, gateway=gateway) as lab:
         lab.on_message = lambda router: lab.kill(router)
         answer = await lab.client.post("/v1/batches", json={"input_file_id": "x"}, timeout=60)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "router_lost")

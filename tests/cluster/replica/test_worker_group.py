@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from cluster.config import parse_config
-from cluster.replica.worker_group import listening_host, start_group
+from cluster.lifecycle.leases import listening_host
+from cluster.replica.worker_group import start_group
 from engine.errors import ConfigError
 
 
@@ -24,7 +25,7 @@ def test_link_host_that_is_no_address_of_this_machine_is_refused_before_the_mode
 
 def test_link_host_decides_where_links_are_taken() -> None:
     config = parse_config({"model": "demo", "link_host": "127.0.0.2"})
-    assert listening_host(config, ["some-other-node"]) == "127.0.0.2"
+    assert listening_host(config.link_host, ["some-other-node"]) == "127.0.0.2"
 
 
 ROOT = Path(__file__).resolve().parents[3]

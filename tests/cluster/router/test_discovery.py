@@ -14,7 +14,7 @@ from ray.serve._private.common import RequestMetadata
 from ray.serve.request_router import PendingRequest
 
 from cluster.lifecycle import updates
-from cluster.router.directory import LeaseRequestRouter, ReplicaWatch
+from cluster.lifecycle.leases import LeaseRequestRouter, ReplicaWatch
 
 MANY = 100  # times that nobody asks in vain while only one call is there
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from cluster.wire import tcp
+from cluster.wire import frames, tcp
 from cluster.wire.link import (
     DAMAGED,
     ENGINE_DEAD,
@@ -293,7 +293,7 @@ async def test_bytes_of_a_stranger_get_a_short_refusal(address, data):
 
 async def test_strangers_who_say_nothing_keep_no_router_out_and_do_not_pile_up(address, monkeypatch):
     monkeypatch.setattr(tcp, "HELLO_TIMEOUT", 60.0)  # none has had its time, however busy this machine is
-    strangers = [await asyncio.open_connection(address.host, address.port) for _ in range(tcp.MOST_UNKNOWN + 10)]
+    strangers = [await asyncio.open_connection(address.host, address.port) for _ in range(frames.MOST_UNKNOWN + 10)]
     link = await tcp.connect(address, "router")
     async with asyncio.timeout(30):
         assert b"too many others are" in await strangers[0][0].read()
