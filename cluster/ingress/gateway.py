@@ -15,6 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from typing_extensions import override
 
+from cluster.answer_log import KEEPS
 from cluster.ingress.bounded_http import BoundedHttp
 from cluster.ingress.guard import RouterLossGuard
 from cluster.ingress.router_pool import RouterPool
@@ -40,6 +41,8 @@ class GatewayApp:
             await send({"type": "websocket.close", "code": 1008})  # refused before it is accepted
         elif scope["path"] == HEALTHZ:
             await self._health(send)
+        elif KEEPS in scope:  # Serve has put a guard around its own server already, which also knows how clients read
+            await self._pool(scope, receive, send)
         else:
             await self._guard(scope, receive, send)
 

@@ -13,19 +13,18 @@ from pathlib import Path
 
 import grpc
 import httpx
-import openai
 import psutil
 import pytest
 
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
-from deploy.cli.processes import kill_all
 from tests.chaos.ingress_load import ALL, exchanges, late, outcomes
 from tests.chaos.raw_http import last_error, stalled
 from tests.e2e.command import LEAK_SECONDS, Command, url_of
 from tests.e2e.harness import answers, eventually
 
 KEY = "sk-haproxy"
+ROUTER = "ServeReplica:squadron:Router"
 BEARER = {"Authorization": f"Bearer {KEY}"}
 
 
@@ -88,22 +87,22 @@ def unfinished(command: Command) -> float:
     return sum(found)
 
 
-def routers(command: Command) -> set[str]:
-    """Names of the routers to which HAProxy sends requests."""
+def gateways(command: Command) -> set[str]:
+    """Names of the gateways to which HAProxy sends requests."""
     rows = csv.DictReader(httpx.get(f"{statistics(command)[1]};csv", timeout=10).text.splitlines())
-    return {row["svname"] for row in rows if "-Router-" in row["svname"] and row["status"] == "UP"}
+    return {row["svname"] for row in rows if "-Gateway-" in row["svname"] and row["status"] == "UP"}
 
 
 def whole_again(command: Command, before: set[str] = frozenset(), lost: int = 0) -> None:
-    """Wait for both replicas, and for both routers at HAProxy: `before` but for as many others as were `lost`."""
+    """Wait for both replicas, and for both gateways at HAProxy: `before` but for as many others as were `lost`."""
 
     def whole() -> bool:
         body = httpx.get(f"{url_of(command)}/ready", headers=BEARER, timeout=10).json()
-        now = routers(command)
+        now = gateways(command)
         known = not before or len(before & now) == 2 - lost
         return body.get("ready") and len(body["replicas"]) == 2 and len(now) == 2 and known
 
-    eventually(whole, "both replicas and both routers are ready", 60)
+    eventually(whole, "both replicas and both gateways are ready", 60)
 
 
 def test_it_says_what_listens_and_only_loopback_does(served: Command) -> None:
@@ -127,8 +126,7 @@ def test_keys_ids_page_and_grpc_are_as_behind_serves_proxy(served: Command) -> N
     assert len(httpx.get(f"{url}/health", timeout=10).headers.get_list("x-request-id")) == 1
     assert "<title>Squadron</title>" in httpx.get(f"{url}/ui", auth=("any", KEY), timeout=10).text
     assert httpx.get(f"{url}/ready", headers=BEARER, timeout=10).json()["guarded"] is True
-    address = re.search(r"^gRPC: (127\.0\.0\.1:\d+)", served.text, re.MULTILINE)[1]
-    with grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(grpc_address(served)) as channel:
         metadata = (("authorization", f"Bearer {KEY}"),)
         assert InferenceStub(channel).GetModelInfo(pb.GetModelInfoRequest(), timeout=10, metadata=metadata).model
 
@@ -155,30 +153,42 @@ async def test_a_reader_that_stops_is_told_and_no_router_holds_its_answer(served
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-async def test_no_answer_is_silently_short_when_a_router_dies(served: Command, sign: signal.Signals) -> None:
-    victim, before = running(served, "ServeReplica:squadron:Router")[0], routers(served)
+async def test_every_answer_survives_a_router(served: Command, sign: signal.Signals) -> None:
+    """Those of gRPC too: the gateway asks the other router for the rest."""
+    victim, before = running(served, ROUTER)[0], gateways(served)
+    calls = [asyncio.create_task(tokens_of_call(served, seed)) for seed in range(8)]
+    undisturbed = await asyncio.gather(*calls)
+    calls = [asyncio.create_task(tokens_of_call(served, seed)) for seed in range(8)]
+    got, _ = await exchanges(port_of(served), lambda: os.kill(victim.pid, sign), KEY)
+    assert outcomes(got) == {"whole": len(ALL)}
+    assert await asyncio.gather(*calls) == undisturbed
+    await asyncio.to_thread(eventually, lambda: not victim.is_running(), "Serve has noticed", 60)
+    whole_again(served, before)
+    await asyncio.to_thread(eventually, lambda: len(running(served, ROUTER)) == 2, "another router is there", 60)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+async def test_no_answer_is_silently_short_when_a_gateway_dies(served: Command, sign: signal.Signals) -> None:
+    victim, before = running(served, "ServeReplica:squadron:Gateway")[0], gateways(served)
     got, struck = await exchanges(port_of(served), lambda: os.kill(victim.pid, sign), KEY)
     counts = outcomes(got)
     assert set(counts) <= {"whole", "cut", "router_lost", "no_router"}, counts
-    assert counts["cut"], "the dead router's streams must be cut"
+    assert counts["cut"], "the dead gateway's streams must be cut"
     assert not late(got, struck)
     whole_again(served, before, lost=1)
 
 
-def test_the_openai_client_raises_when_its_router_dies(served: Command) -> None:
-    whole_again(served)
-    before = routers(served)
-    with openai.OpenAI(base_url=f"{url_of(served)}/v1", api_key=KEY, max_retries=0) as client:
-        stream = client.completions.create(
-            model="demo", prompt="x", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
-        )
-        next(stream)
-        kill_all(running(served, "ServeReplica:squadron:Router"))
-        # Cut, or told by Serve's proxy: HAProxy's way to routers that have only just come back.
-        with pytest.raises(openai.APIError):
-            for _ in stream:
-                pass
-    whole_again(served, before, lost=2)
+async def tokens_of_call(command: Command, seed: int) -> list[int]:
+    """The tokens of a call of gRPC that takes a while."""
+    sampling = pb.Sampling(seed=seed, temperature=1.0, max_tokens=300, ignore_eos=True)
+    asked = pb.GenerateRequest(model="demo", prompt="x", sampling=sampling, output=pb.OUTPUT_TOKENS)
+    async with grpc.aio.insecure_channel(grpc_address(command)) as channel:
+        call = InferenceStub(channel).Generate(asked, timeout=120, metadata=(("authorization", f"Bearer {KEY}"),))
+        return [token async for response in call for delta in response.deltas for token in delta.token_ids]
+
+
+def grpc_address(command: Command) -> str:
+    return re.search(r"^gRPC: (127\.0\.0\.1:\d+)", command.text, re.MULTILINE)[1]
 
 
 async def test_a_killed_haproxy_cuts_and_comes_back(served: Command) -> None:
