@@ -125,10 +125,11 @@ class ClusterConfig(ServedModelConfig):
     """All settings of `squadron serve` for an app with one model; for several see `cluster.app_config`.
 
     routers: copies of the front end.
-    ingress: what stands before the routers: `serve`, the proxy of Ray Serve, or `haproxy`, which Ray must be started
-        with.
+    ingress: what stands before the routers: `serve`, the proxy of Ray Serve; `gateway`, as many gateways as there are
+        routers, which listen themselves; or `haproxy`, which Ray must be started with, with gateways behind it.
     host / port: where the ingress listens for HTTP. Loopback by default.
-    grpc_port: where each router listens for gRPC, on `host` of its own node, where routers share it. None = not.
+    grpc_port: where each router, or each gateway where there are any, listens for gRPC, on `host` of its own node,
+        where they share it. None = not.
     api_key: required as a bearer token on every route but /health when set; of the tenant "default", without quota,
         an admin's: it sees all.
     api_key_file: YAML or JSON file of keys with tenants, expiry and quotas, on every node that runs a router; read

@@ -96,7 +96,7 @@ HELP = {
         "update_failure_action": "What to do when an update fails.",
     },
     "HTTP": {
-        "ingress": "Proxy in front of the routers: Ray Serve's own, or HAProxy, which is faster.",
+        "ingress": "What holds clients' connections: Ray Serve's proxy, HAProxy, or gateways of Squadron.",
         "host": "Address to listen on; 0.0.0.0 = all: then set --api-key or --api-key-file.",
         "port": "Port to listen on; 0 = any free port.",
         "grpc_port": "Port of the gRPC endpoint, on the same address; 0 = any free port.",

@@ -1,11 +1,12 @@
 """What Serve, router and HTTP add to the bare engine: time to first token, and tokens per second of 32 streams.
 
-    python -m tests.bench.served [--rounds 40] [--ingress serve haproxy]
+    python -m tests.bench.served [--rounds 40] [--ingress serve haproxy gateway]
 
 The demo model on one rank and one CPU thread, the same prompts and the same lengths each time: by the OpenAI endpoint
-of a real Ray Serve app, each request a stream of its own, through Serve's proxy (`served_...`) and through HAProxy
-(`haproxy_...`, where it is installed), and by `EngineCore` in a process of its own. A client on the same cores reads
-raw sockets. Prompts differ from round to round, so that no prefix is cached.
+of a real Ray Serve app, each request a stream of its own, through Serve's proxy (`served_...`), through HAProxy
+(`haproxy_...`, where it is installed) and through a gateway of ours (`gateway_...`), and by `EngineCore` in a process
+of its own. A client on the same cores reads raw sockets. Prompts differ from round to round, so that no prefix is
+cached.
 
 The engine is offered its requests twice: all at once (`engine_...`), and one after the other as they came to the
 replica's engine behind that ingress (`engine_as_served_...`, `engine_as_haproxy_...`): what is added is told of
@@ -32,7 +33,7 @@ from typing import Any
 import torch
 
 from cluster.config import parse_config
-from cluster.config_values import INGRESSES
+from cluster.config_values import GATEWAY, INGRESSES
 from deploy.demo import demo_model_path
 from deploy.serve.haproxy import prepare_haproxy
 from engine.config import EngineConfig
@@ -46,7 +47,7 @@ PROMPT_TOKENS = 128
 OUTPUT_TOKENS = 200
 STREAMS = (1, 8, 32)
 HEALTH_ROUNDS = 200
-NAMES = {"serve": "served", "haproxy": "haproxy"}  # of figures, by ingress
+NAMES = {"serve": "served", "haproxy": "haproxy", "gateway": "gateway"}  # of figures, by ingress
 NUM_THREADS = 1  # what Ray gives to a replica with `--cpus-per-worker 1`
 ARRIVAL_ROUNDS = 5
 Figures = dict[str, float]
@@ -206,11 +207,11 @@ def serve_and_ask(rounds: int, ingress: str, pipe: Connection) -> None:
     import ray
     from ray import serve
 
-    from tests.e2e.harness import deploy, start_ray, start_serve
+    from tests.e2e.harness import deploy, free_port, start_ray, start_serve
 
     start_ray()
     try:
-        port = start_serve()
+        port = free_port() if ingress == GATEWAY else start_serve()
         settings = {"model": "demo", "replicas": 1, "ingress": ingress}
         figures = asyncio.run(served(deploy(port, **settings).port, rounds, NAMES[ingress]))
         with tempfile.TemporaryDirectory() as folder:

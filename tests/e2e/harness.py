@@ -21,6 +21,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.schema import ReplicaState, ServeDeploySchema
 
 from cluster.app import build
+from cluster.config_values import GATEWAY
 from deploy.serve.environment import LOCAL_RAY
 from tests.lifetime import end_in_good_order
 
@@ -136,8 +137,13 @@ class App:
 
 
 def deploy(port: int, name: str = APP, **settings: Any) -> App:
-    """Deploy an app and wait until all its replicas are ready. Other names than the default live under /NAME."""
+    """Deploy an app and wait until all its replicas are ready. Other names than the default live under /NAME.
+
+    port: of Serve's proxy, or where the app's own gateways are to listen.
+    """
     prefix = "" if name == APP else f"/{name}"
+    if settings.get("ingress") == GATEWAY:
+        settings = settings | {"port": port}
     serve.run(build(settings), name=name, route_prefix=prefix or "/")
     models = settings.get("models", [{}])
     app = App(port, sum(one.get("replicas", settings.get("replicas", 1)) for one in models), prefix)
