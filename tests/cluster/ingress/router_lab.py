@@ -11,6 +11,7 @@ from types import TracebackType
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.ingress.guard import RouterLossGuard
+from cluster.ingress.let_go import LetGo
 from cluster.ingress.router_side import IngressCheck
 from cluster.replica.core import ReplicaCore
 from cluster.replica.sessions import ReplicaFacts
@@ -43,7 +44,8 @@ class LabRouter:
         self.dispatcher = Dispatcher()
         for replica in self._lab.replicas:
             self.dispatcher.add_link(await connect_local(replica.serve, self.name))
-        self._app = IngressCheck(app_for(self.dispatcher, self._lab.model), self._lab.router_wait)
+        self.letting_go = LetGo(app_for(self.dispatcher, self._lab.model))
+        self._app = IngressCheck(self.letting_go, self._lab.router_wait)
 
     async def kill(self) -> None:
         """End it as a signal would: what it had on its way is gone."""
