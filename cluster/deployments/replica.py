@@ -14,9 +14,9 @@ from cluster.config import resolve_config
 from cluster.errors import ReplicaStartError
 from cluster.lifecycle.autoscaling_policy import replica_stats
 from cluster.lifecycle.control_store import StartRegister, living_actors, version_of
-from cluster.lifecycle.starts import Start
 from cluster.lifecycle.leaving import NodeEnd, call_on_leaving, stop_flag
 from cluster.lifecycle.node_drains import ends_soon
+from cluster.lifecycle.starts import Start
 from cluster.replica.host import ReplicaHost, log_folder
 from cluster.replica.orphans import watch_parent
 from cluster.replica.worker_group import start_group

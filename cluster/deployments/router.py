@@ -35,7 +35,7 @@ from cluster.ingress.router_side import IngressCheck, check_ingress
 from cluster.lifecycle.app_status import AppPicture, AppWatch, app_state, probe_app
 from cluster.lifecycle.control_store import FAILURES
 from cluster.lifecycle.leaving import NodeEnd, stop_flag, until_others_serve
-from cluster.lifecycle.node_drains import ends_soon, own_node
+from cluster.lifecycle.node_drains import drain, ends_soon, own_node
 from cluster.lifecycle.rollback import AppMemory, BuiltOf, DeployedApp, Rollback
 from cluster.lifecycle.shared_quotas import SharedQuotas
 from cluster.lifecycle.updates import StartupWait, UpdateFailedError
@@ -169,6 +169,7 @@ class Router:
             names_answers=False,
             store=self._store,
             sites=Sites(tenancy.keyed, config.host, config.allowed_hosts, config.allowed_origins),
+            drain=drain,
         )
         publisher = RayPublisher((Source.ROUTER,), {"router": self._router_id}, config.metrics_compat is not None)
         Publishing(on_loop(metrics.registry.collect), publisher, publish_period()).start()

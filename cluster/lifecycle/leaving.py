@@ -45,9 +45,7 @@ class NodeEnd:
             await asyncio.sleep(LOOK_SECONDS)
 
 
-async def call_on_leaving(
-    act: Callable[[bool], None], told: Callable[[], bool] | None, node_end: NodeEnd
-) -> None:
+async def call_on_leaving(act: Callable[[bool], None], told: Callable[[], bool] | None, node_end: NodeEnd) -> None:
     """Call `act` once Serve stops the copy, and once the end of its node is announced; with whether it is that.
 
     Serve stops copies on a node that ends, often before the end is noticed here: then `act` is called once.
@@ -78,16 +76,17 @@ async def until_stopped(told: Callable[[], bool] | None) -> None:
 async def until_others_serve(serving: Callable[[], int], told: Callable[[], bool] | None) -> None:
     """Return once other copies of the deployment serve. serving: how many do, by Serve; asked in a thread.
 
-    told: as of `stop_flag`; a copy that Serve does not stop counts itself.
+    told: as of `stop_flag`; a copy that Serve does not stop counts itself. The first look is a moment later: Serve
+    may still count copies that it is about to stop for the same reason.
     """
     while True:
+        await asyncio.sleep(LOOK_SECONDS)
         own = 0 if told is not None and told() else 1
         try:
             if await asyncio.to_thread(serving) > own:
                 return
         except (*FAILURES, RayServeException) as error:
             logger.warning("Serve cannot be asked who else serves: %r", error)
-        await asyncio.sleep(LOOK_SECONDS)
 
 
 def stop_flag() -> Callable[[], bool] | None:

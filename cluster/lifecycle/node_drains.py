@@ -17,21 +17,24 @@ import ray
 from ray.core.generated import autoscaler_pb2
 from ray.exceptions import RayError
 
-from engine.errors import SquadronError
+from engine.errors import InvalidRequestError, SquadronError
 
 ANSWER_SECONDS = 5.0  # that the control store may take
 MOST_SECONDS = 86_400
-# What the client of the control store raises: Ray's own errors and plain ones, and what is missing in another version.
+# What Ray's client raises: its own errors and plain ones, and those of what another version lacks.
 FAILURES = (RayError, RuntimeError, OSError, AttributeError, TypeError, ValueError)
 logger = logging.getLogger(__name__)
 
 
-class DrainError(SquadronError):
-    """A node cannot be drained. field: which setting to change."""
+class DrainError(InvalidRequestError):
+    """A node cannot be drained as it was asked. `param`: what to change."""
 
-    def __init__(self, message: str, field: str = "node") -> None:
-        super().__init__(message)
-        self.field = field
+    def __init__(self, message: str, param: str = "node") -> None:
+        super().__init__(message, param)
+
+
+class NotDrainedError(SquadronError):
+    """Ray did not take a drain in; it can be asked again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,8 @@ def drain(name: str, deadline: float, address: str | None = None) -> list[str]:
     """Announce that a node ends in `deadline` seconds, and return its id, or those of all nodes of that name.
 
     name: as of `Node.names`. address: of Ray's control store; None = of the cluster that this process is part of.
-    The head is refused: Serve's controller and Ray's own processes cannot go elsewhere. Blocks. Raises `DrainError`.
+    The head is refused: Serve's controller and Ray's own processes cannot go elsewhere. Blocks. Raises `DrainError`
+    or `NotDrainedError`.
     """
     if not 0 <= deadline <= MOST_SECONDS:
         raise DrainError(f"deadline must lie between 0 and {MOST_SECONDS} seconds, not {deadline:g}", "deadline")
@@ -72,7 +76,7 @@ def drain(name: str, deadline: float, address: str | None = None) -> list[str]:
         for node in meant:
             _drain(client, node, deadline)
     except FAILURES as error:
-        raise DrainError(f"Ray's control store does not do it: {error or type(error).__name__}", "address") from error
+        raise NotDrainedError(f"Ray's control store does not answer: {str(error) or type(error).__name__}") from error
     return [node.node_id for node in meant]
 
 
@@ -108,7 +112,7 @@ def _drain(client: Any, node: Node, deadline: float) -> None:
         timeout=ANSWER_SECONDS,
     )
     if not accepted:
-        raise DrainError(f"node {node.node_id} refuses to be drained: {why}")
+        raise NotDrainedError(f"node {node.node_id} refuses to be drained: {why}")
     logger.info("node %s is drained: it ends in %g s", node.node_id, deadline)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.lifecycle import leaving, node_drains
 from cluster.lifecycle.leaving import NodeEnd, call_on_leaving, stop_flag
-from cluster.lifecycle.node_drains import DrainError, drain, ends_soon
+from cluster.lifecycle.node_drains import DrainError, NotDrainedError, drain, ends_soon
 
 
 @pytest.fixture(autouse=True)
@@ -184,11 +184,11 @@ def test_what_cannot_be_drained_is_refused_by_name(
 ) -> None:
     with pytest.raises(DrainError, match=says) as refused:
         drain(name, deadline)
-    assert refused.value.field == field
+    assert refused.value.param == field
     assert not store.drained
 
 
 def test_a_node_that_refuses_is_said(store: ControlStore) -> None:
     store.answer = (False, "it is busy")
-    with pytest.raises(DrainError, match="it is busy"):
+    with pytest.raises(NotDrainedError, match="it is busy"):
         drain("02", 10.0)

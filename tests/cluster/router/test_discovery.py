@@ -9,7 +9,6 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from ray.serve._private.common import RequestMetadata
 from ray.serve.request_router import PendingRequest
 
