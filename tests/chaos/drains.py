@@ -26,7 +26,7 @@ from deploy.cli.processes import descendants, kill_all
 from tests.chaos.streams import Stream, check_exact, client_of, greedy_or_seeded, read_all
 from tests.chaos.strike import Strike
 from tests.chaos.worker_node import STORE, WorkerNode
-from tests.e2e.harness import APP, AS_SERVED, OPEN, App, deploy, eventually, free_port, routers_running
+from tests.e2e.harness import AS_SERVED, OPEN, App, deploy, eventually, free_port, routers_running
 from tests.e2e.ray_head import SQUADRON
 
 STREAMS = 12
