@@ -49,17 +49,18 @@ class Fleet:
         self.nodes: list[WorkerNode] = []
         self._read: Counter[Path] = Counter()
         self._made = 0
-        self.add()
-        self.add()
+        for node in [self.add(), self.add()]:
+            node.wait_started()
         port = free_port()
         serve.start("HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         settings = {"model": "demo", "replicas": 2, "routers": 2, "cpus_per_worker": OF_REPLICA, "api_key": KEY}
         self.app: App = deploy(port, **settings)
 
-    def add(self) -> None:
-        """Start one more node."""
+    def add(self) -> WorkerNode:
+        """Start one more node, and return it on its way."""
         self._made += 1
         self.nodes.append(WorkerNode(self.cluster.address, f"spot-{self._made}", CPUS))
+        return self.nodes[-1]
 
     def logged(self) -> str:
         """Return what all replicas and routers have logged since the last call."""
@@ -80,7 +81,7 @@ class Fleet:
 async def end_a_node(fleet: Fleet, oracle: list[Stream], node: WorkerNode, notice: Callable[[], object]) -> None:
     """Give notice of a node in the middle of streams: all are exact, and none of them waited for a detection."""
     fleet.logged()
-    fleet.add()  # where what runs on the node finds another place
+    fleet.add().wait_started()  # where what runs on the node finds another place
     strike = Strike(40 * len(oracle), lambda: noticed.append(asyncio.create_task(asyncio.to_thread(notice))))
     noticed: list[asyncio.Task[object]] = []
     async with client_of(fleet.app.url) as client:
