@@ -287,7 +287,7 @@ def drain(
     Serve starts other replicas and routers, and stops those on the node. Exit code: 1 = it is not announced.
     """
     chosen = prepare_ray(address or Environment.read().ray_address or AUTO)
-    from deploy.cli.drain import drain_nodes
+    from deploy.drain import drain_nodes
 
     drain_nodes(node, deadline, chosen)
 

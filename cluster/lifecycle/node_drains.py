@@ -118,8 +118,8 @@ def _drain(client: Any, node: Node, deadline: float) -> None:
 
 def _client(address: str | None) -> Any:
     if address is not None:
-        return ray._raylet.GcsClient(address=address)  # type: ignore[attr-defined]
-    return ray._private.worker.global_worker.gcs_client  # type: ignore[attr-defined]
+        return ray._raylet.GcsClient(address=address)
+    return ray._private.worker.global_worker.gcs_client
 
 
 def _drains() -> Mapping[str, int]:

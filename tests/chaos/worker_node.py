@@ -9,7 +9,7 @@ import sys
 
 import psutil
 
-from deploy.cli.drain import NODE_FLAG
+from deploy.drain import NODE_FLAG
 from tests.e2e.harness import answers, eventually, free_port
 from tests.lifetime import DIE_WITH_PARENT
 

@@ -35,10 +35,15 @@ def _found(address: str | None) -> str:
 
 
 def nodes_here(address: str) -> list[str]:
-    """Return the ids of the nodes of a cluster that run on this machine, as their raylets were told."""
+    """Return the ids of the nodes of a cluster that run on this machine, as their raylets were told.
+
+    address: as it was given: where only one cluster has nodes here, it is that one, by whatever name.
+    """
+    running = running_rays()
+    meant = running[0] if len(running) == 1 else address
     nodes = []
     for process in psutil.process_iter(["name", "cmdline"]):
         words = process.info["cmdline"] or []
-        if process.info["name"] == "raylet" and f"{GCS_FLAG}{address}" in words:
+        if process.info["name"] == "raylet" and f"{GCS_FLAG}{meant}" in words:
             nodes += [word.removeprefix(NODE_FLAG) for word in words if word.startswith(NODE_FLAG)]
     return nodes
