@@ -22,7 +22,8 @@ import psutil
 
 from deploy.cli.processes import descendants, kill_all
 from tests.chaos.hosts import Host, hosts
-from tests.chaos.streams import Stream, check_exact, client_of, greedy_or_seeded, read_all
+from tests.chaos.serve_logs import ServeLogs
+from tests.chaos.streams import Stream, check_exact, client_of, greedy_or_seeded, longest_wait, read_all
 from tests.chaos.strike import Strike
 from tests.chaos.worker_node import STORE, WorkerNode
 from tests.e2e.harness import APP, AS_SERVED, OPEN, eventually, kill
@@ -53,6 +54,7 @@ class ThreeHosts:
         self._head_host, self.near, self.far = hosts(3)
         self.address = f"{self._head_host.address}:{GCS_PORT}"
         self.start_head()
+        self.logs = ServeLogs(next(self._folder.glob("ray/session_2*/logs")))
         self.nodes = [
             WorkerNode(self.address, name, CPUS, host.within, node_ip_address=host.address)
             for name, host in (("near", self.near), ("far", self.far))
@@ -102,10 +104,14 @@ class ThreeHosts:
         found: list[set[int]] = eventually(whole, "both hosts reach both replicas", timeout)
         return found[0]
 
-    def logged(self) -> str:
-        """Return what all replicas and routers have logged."""
-        files = self._folder.glob("ray/session_2*/logs/serve/*.log")
-        return "\n".join(path.read_text() for path in files)
+    def is_alive(self, node: WorkerNode) -> bool:
+        """Whether Ray takes a node for alive."""
+        ask = f"import ray; from ray._raylet import GcsClient; print(GcsClient(address='{self.address}')"
+        ask += f".get_all_node_info()[ray.NodeID.from_hex('{node.node_id}')].state)"
+        run = subprocess.run(
+            [*self.near.within, sys.executable, "-c", ask], capture_output=True, text=True, check=True
+        )
+        return run.stdout.strip() == "0"
 
     def _head_answers(self) -> bool:
         assert self._head.poll() is None, (self._folder / "head.log").read_text()[-3000:]
@@ -130,25 +136,20 @@ async def ask(where: list[Host], strike: Callable[[Stream], None] = lambda _: No
     return [stream for streams in await asyncio.gather(*map(at, where)) for stream in streams]
 
 
-def longest(streams: list[Stream], strike: Strike) -> float:
-    """Return the longest wait for a token after something happened. Fails where all had ended before."""
-    assert strike.at is not None, "the streams ended before anything happened"
-    waits = [stream.longest_wait(strike.at, 60.0) for stream in streams]
-    return max(wait for wait in waits if wait is not None)
-
-
 async def cut_one_off(cluster: ThreeHosts, oracle: list[Stream]) -> None:
     """Cut a host off while streams run on both sides, which all end meanwhile; heal it while more of them run."""
     raylets = [node.raylet.pid for node in cluster.nodes]
     strike = Strike(200, cluster.far.cut)
     streams = await ask([cluster.near, cluster.far], strike)
     check_exact(streams, oracle * 2)
-    stranded = sum(map(int, STALLED.findall(cluster.logged())))
+    stranded = sum(map(int, STALLED.findall(cluster.logs.news())))
     assert stranded, "no stream ran on the other side of the cut"
-    print(f"cut off: {stranded} streams moved, longest wait {longest(streams, strike):.1f} s", flush=True)
+    print(
+        f"cut off: {stranded} streams moved, longest wait {longest_wait(streams, strike.struck()):.1f} s", flush=True
+    )
     strike = Strike(200, cluster.far.heal)
     check_exact(await ask([cluster.near], strike), oracle)
-    assert strike.at is not None, "the streams ended before it was healed"
+    strike.struck()
     cluster.wait_whole()
     assert [node.raylet.pid for node in cluster.nodes if node.raylet.is_running()] == raylets, "a node was lost"
 
@@ -158,7 +159,7 @@ async def lose_the_head(cluster: ThreeHosts, oracle: list[Stream]) -> None:
     strike = Strike(200, cluster.kill_head)
     streams = await ask([cluster.near, cluster.far], strike)
     check_exact(streams, oracle * 2)
-    print(f"the head was lost: longest wait {longest(streams, strike):.1f} s", flush=True)
+    print(f"the head was lost: longest wait {longest_wait(streams, strike.struck()):.1f} s", flush=True)
     check_exact(await ask([cluster.near]), oracle)
     cluster.start_head()
     strike = Strike(200, lambda: kill(psutil.Process(min(before))))
@@ -167,8 +168,24 @@ async def lose_the_head(cluster: ThreeHosts, oracle: list[Stream]) -> None:
     eventually(lambda: min(before) not in cluster.wait_whole(), "the replica was replaced", 90)
 
 
+async def cut_off_for_good(cluster: ThreeHosts, oracle: list[Stream]) -> None:
+    """Cut a host off until Ray takes it for dead, and heal it in the middle of streams: it ends, and says nothing."""
+    far = cluster.nodes[1]
+    cluster.far.cut()
+    began = time.monotonic()
+    eventually(lambda: not cluster.is_alive(far), "Ray takes the host for dead", 240)
+    print(f"taken for dead after {time.monotonic() - began:.1f} s", flush=True)
+    assert far.raylet.is_running(), "it ended by itself"
+    strike = Strike(200, cluster.far.heal)
+    streams = await ask([cluster.near], strike)
+    check_exact(streams, oracle)
+    print(f"healed: longest wait {longest_wait(streams, strike.struck()):.1f} s", flush=True)
+    far.wait_ended(60)
+    assert len(cluster.ready(cluster.near)["replicas"]) == 1
+
+
 async def scenario(cluster: ThreeHosts) -> None:
-    """Go through both."""
+    """Go through both, and with `--long` through a cut that takes minutes."""
     oracle = await ask([cluster.near])
     check_exact(oracle, oracle)
     began = time.monotonic()
@@ -177,6 +194,8 @@ async def scenario(cluster: ThreeHosts) -> None:
     began = time.monotonic()
     await lose_the_head(cluster, oracle)
     print(f"head loss: {time.monotonic() - began:.1f} s", flush=True)
+    if "--long" in sys.argv:
+        await cut_off_for_good(cluster, oracle)
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +22,8 @@ from ray import serve
 from ray.cluster_utils import Cluster
 
 from deploy.cli.processes import descendants, kill_all
-from tests.chaos.streams import Stream, check_exact, client_of, greedy_or_seeded, read_all
+from tests.chaos.serve_logs import ServeLogs, check_announced
+from tests.chaos.streams import Stream, check_exact, client_of, greedy_or_seeded, longest_wait, read_all
 from tests.chaos.strike import Strike
 from tests.chaos.worker_node import STORE, WorkerNode
 from tests.e2e.harness import AS_SERVED, OPEN, App, deploy, eventually, free_port, routers_running
@@ -33,7 +33,6 @@ STREAMS = 12
 TOKENS = 250
 CPUS, OF_REPLICA = 3, 2.75  # leave room for one router beside each replica
 KEY = "sk-operator"
-LOST = re.compile(r"is lost with (\d+) requests: (\w+)")
 HANDED_OVER = "is to go, and hands over what it runs"
 LET_GO = re.compile(r"this router leaves: (\d+) answers go on elsewhere")
 
@@ -47,7 +46,7 @@ class Fleet:
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
         ray.init(address=self.cluster.address, log_to_driver=False, configure_logging=False)
         self.nodes: list[WorkerNode] = []
-        self._read: Counter[Path] = Counter()
+        self.logs = ServeLogs(Path(self.cluster.head_node.get_logs_dir_path()))
         self._made = 0
         for node in [self.add(), self.add()]:
             node.wait_started()
@@ -62,16 +61,6 @@ class Fleet:
         self.nodes.append(WorkerNode(self.cluster.address, f"spot-{self._made}", CPUS))
         return self.nodes[-1]
 
-    def logged(self) -> str:
-        """Return what all replicas and routers have logged since the last call."""
-        news = []
-        for path in sorted((Path(self.cluster.head_node.get_logs_dir_path()) / "serve").glob("*.log")):
-            with path.open() as file:
-                file.seek(self._read[path])
-                news.append(file.read())
-                self._read[path] = file.tell()
-        return "".join(news)
-
     def whole(self) -> None:
         """Wait until both replicas and both routers serve."""
         self.app.wait_whole(90)
@@ -80,26 +69,26 @@ class Fleet:
 
 async def end_a_node(fleet: Fleet, oracle: list[Stream], node: WorkerNode, notice: Callable[[], object]) -> None:
     """Give notice of a node in the middle of streams: all are exact, and none of them waited for a detection."""
-    fleet.logged()
+    fleet.logs.news()
     fleet.add().wait_started()  # where what runs on the node finds another place
     strike = Strike(40 * len(oracle), lambda: noticed.append(asyncio.create_task(asyncio.to_thread(notice))))
     noticed: list[asyncio.Task[object]] = []
     async with client_of(fleet.app.url) as client:
         client.headers.update(fleet.app.headers)
         streams = await read_all(client, [stream.asked for stream in oracle], strike)
-    assert strike.at is not None, "the streams ended before anything happened"
+    struck = strike.struck()
     await noticed[0]
     check_exact(streams, oracle)
     node.wait_ended(60)
     fleet.nodes.remove(node)
-    logged = fleet.logged()
+    logged = fleet.logs.news()
     assert HANDED_OVER in logged, "no replica was told of it"
-    losses = [(int(count), code) for count, code in LOST.findall(logged)]
-    assert losses, "no router let go of the replica"
-    assert all(code == "drained" for count, code in losses if count), f"requests were lost with a replica: {losses}"
-    waits = [wait for stream in streams if (wait := stream.longest_wait(strike.at, 30.0)) is not None]
+    check_announced(logged)
     assert sum(map(int, LET_GO.findall(logged))), "the router of the node let go of no answer"
-    print(f"longest wait for a token {max(waits):.2f} s; routers let go of {LET_GO.findall(logged)}", flush=True)
+    print(
+        f"longest wait for a token {longest_wait(streams, struck):.2f} s; routers let go of {LET_GO.findall(logged)}",
+        flush=True,
+    )
     fleet.whole()
 
 

@@ -14,7 +14,9 @@ HEAD, OTHER = "10.0.0.1:6379", "10.9.0.1:6379"
 
 
 def raylet(gcs: str, node: str) -> SimpleNamespace:
-    return SimpleNamespace(info={"name": "raylet", "cmdline": ["raylet", f"--gcs-address={gcs}", f"--node_id={node}"]})
+    return SimpleNamespace(
+        info={"name": "raylet", "cmdline": ["raylet", f"--gcs-address={gcs}", f"--node_id={node}"]}
+    )
 
 
 @pytest.fixture

@@ -164,6 +164,11 @@ def apply_file(*applications: dict[str, Any]) -> None:
     _get_global_client().deploy_apps(ServeDeploySchema.model_validate({"applications": applications}))
 
 
+def log_folder() -> Path:
+    """Return where this process's Ray, and all that runs on it, write their logs."""
+    return Path(ray._private.worker._global_node.get_logs_dir_path())
+
+
 def processes(title: str) -> list[psutil.Process]:
     """Return live processes of our own Ray whose title contains `title`, oldest first."""
     told = answers(psutil.Process().children(recursive=True), lambda one: (" ".join(one.cmdline()), one.status()))
