@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -23,8 +24,7 @@ from ray.cluster_utils import Cluster
 
 from deploy.cli.processes import descendants, kill_all
 from tests.chaos.serve_logs import ServeLogs, check_announced
-from tests.chaos.streams import Stream, check_exact, client_of, greedy_or_seeded, longest_wait, read_all
-from tests.chaos.strike import Strike
+from tests.chaos.traffic import Traffic
 from tests.chaos.worker_node import STORE, WorkerNode
 from tests.e2e.harness import AS_SERVED, OPEN, App, deploy, eventually, free_port, routers_running
 from tests.e2e.ray_head import SQUADRON
@@ -67,29 +67,32 @@ class Fleet:
         eventually(lambda: routers_running() == 2, "two routers", 60)
 
 
-async def end_a_node(fleet: Fleet, oracle: list[Stream], node: WorkerNode, notice: Callable[[], object]) -> None:
-    """Give notice of a node in the middle of streams: all are exact, and none of them waited for a detection."""
-    fleet.logs.news()
+async def end_a_node(fleet: Fleet, what: str, notice: Callable[[Fleet, WorkerNode], object]) -> None:
+    """Give notice of a node under streams that never pause: all are exact, and none of them waits for a detection."""
+    began, node = time.monotonic(), fleet.nodes.pop(0)
     fleet.add().wait_started()  # where what runs on the node finds another place
-    strike = Strike(40 * len(oracle), lambda: noticed.append(asyncio.create_task(asyncio.to_thread(notice))))
-    noticed: list[asyncio.Task[object]] = []
-    async with client_of(fleet.app.url) as client:
-        client.headers.update(fleet.app.headers)
-        streams = await read_all(client, [stream.asked for stream in oracle], strike)
-    struck = strike.struck()
-    await noticed[0]
-    check_exact(streams, oracle)
-    node.wait_ended(60)
-    fleet.nodes.remove(node)
+    fleet.whole()
+    traffic = Traffic(fleet.app, STREAMS, TOKENS)
+    undisturbed = await traffic.references()
+    fleet.logs.news()
+    noticed = 0.0
+
+    async def end() -> None:
+        nonlocal noticed
+        noticed = time.monotonic()
+        await asyncio.to_thread(notice, fleet, node)
+        await asyncio.to_thread(node.wait_ended, 60)
+
+    await traffic.during(end)
+    traffic.check(undisturbed, least=STREAMS)
     logged = fleet.logs.news()
     assert HANDED_OVER in logged, "no replica was told of it"
     check_announced(logged)
-    assert sum(map(int, LET_GO.findall(logged))), "the router of the node let go of no answer"
-    print(
-        f"longest wait for a token {longest_wait(streams, struck):.2f} s; routers let go of {LET_GO.findall(logged)}",
-        flush=True,
-    )
-    fleet.whole()
+    let_go = sum(map(int, LET_GO.findall(logged)))
+    assert let_go, "the router of the node let go of no answer"
+    waited = max(b - a for stream in traffic.ended for a, b in pairwise(stream.times) if b > noticed)
+    told = f"longest wait for a token {waited:.2f} s, {let_go} answers let go by the router"
+    print(f"{what}: {told}; {time.monotonic() - began:.1f} s in all", flush=True)
 
 
 def post_notice(fleet: Fleet, node: WorkerNode) -> None:
@@ -111,22 +114,9 @@ def run_command(fleet: Fleet, node: WorkerNode) -> None:
 
 async def scenario(fleet: Fleet) -> None:
     """End one node after the other, each with a replica and a router on it."""
-    async with client_of(fleet.app.url) as client:
-        client.headers.update(fleet.app.headers)
-        oracle = await read_all(client, [greedy_or_seeded(index, TOKENS) for index in range(STREAMS)])
-    check_exact(oracle, oracle)
-    began = time.monotonic()
-    node = fleet.nodes[0]
-    await end_a_node(fleet, oracle, node, lambda: post_notice(fleet, node))
-    print(f"POST /drain: {time.monotonic() - began:.1f} s", flush=True)
-    began = time.monotonic()
-    node = fleet.nodes[0]
-    await end_a_node(fleet, oracle, node, node.terminate)
-    print(f"SIGTERM: {time.monotonic() - began:.1f} s", flush=True)
-    began = time.monotonic()
-    node = fleet.nodes[0]
-    await end_a_node(fleet, oracle, node, lambda: run_command(fleet, node))
-    print(f"squadron drain: {time.monotonic() - began:.1f} s", flush=True)
+    await end_a_node(fleet, "POST /drain", post_notice)
+    await end_a_node(fleet, "SIGTERM", lambda _, node: node.terminate())
+    await end_a_node(fleet, "squadron drain", run_command)
 
 
 def main() -> None:
