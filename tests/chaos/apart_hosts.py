@@ -59,8 +59,6 @@ class ThreeHosts:
             WorkerNode(self.address, name, CPUS, host.within, node_ip_address=host.address)
             for name, host in (("near", self.near), ("far", self.far))
         ]
-        for node in self.nodes:
-            node.wait_started()
         deploy = [*self.near.within, sys.executable, "-c", DEPLOY.format(address=self.address)]
         subprocess.run(deploy, check=True, stdout=subprocess.DEVNULL)
         self.wait_whole()

@@ -48,18 +48,17 @@ class Fleet:
         self.nodes: list[WorkerNode] = []
         self.logs = ServeLogs(Path(self.cluster.head_node.get_logs_dir_path()))
         self._made = 0
-        for node in [self.add(), self.add()]:
-            node.wait_started()
+        self.add()
+        self.add()
         port = free_port()
         serve.start("HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         settings = {"model": "demo", "replicas": 2, "routers": 2, "cpus_per_worker": OF_REPLICA, "api_key": KEY}
         self.app: App = deploy(port, **settings)
 
-    def add(self) -> WorkerNode:
-        """Start one more node, and return it on its way."""
+    def add(self) -> None:
+        """Start one more node."""
         self._made += 1
         self.nodes.append(WorkerNode(self.cluster.address, f"spot-{self._made}", CPUS))
-        return self.nodes[-1]
 
     def whole(self) -> None:
         """Wait until both replicas and both routers serve."""
@@ -70,7 +69,7 @@ class Fleet:
 async def end_a_node(fleet: Fleet, what: str, notice: Callable[[Fleet, WorkerNode], object]) -> None:
     """Give notice of a node under streams that never pause: all are exact, and none of them waits for a detection."""
     began, node = time.monotonic(), fleet.nodes.pop(0)
-    fleet.add().wait_started()  # where what runs on the node finds another place
+    fleet.add()  # where what runs on the node finds another place
     fleet.whole()
     traffic = Traffic(fleet.app, STREAMS, TOKENS)
     undisturbed = await traffic.references()

@@ -18,10 +18,10 @@ START_SECONDS = 60.0
 
 
 class WorkerNode:
-    """`ray start --block` with `cpus` CPUs, on its way into the cluster. prefix: of its command."""
+    """`ray start --block` with `cpus` CPUs, whose raylet runs. prefix: of its command.
 
-    raylet: psutil.Process
-    node_id: str
+    One after the other: two that start at once on a machine may take the same names for their sockets.
+    """
 
     def __init__(self, address: str, name: str, cpus: int, prefix: tuple[str, ...] = (), **options: str) -> None:
         self.name = name
@@ -41,10 +41,7 @@ class WorkerNode:
             stderr=subprocess.DEVNULL,
             env=os.environ | {"RAY_ADDRESS": ""},
         )
-
-    def wait_started(self) -> None:
-        """Wait until its raylet runs."""
-        self.raylet, self.node_id = eventually(self._raylet, f"node {self.name} has started", START_SECONDS)
+        self.raylet, self.node_id = eventually(self._raylet, f"node {name} has started", START_SECONDS)
 
     def terminate(self) -> None:
         """Send SIGTERM to its main process, as Kubernetes does to a pod's."""
