@@ -17,7 +17,7 @@ from cluster.batch.io.paths import is_url, local_path
 from deploy.batch.flags import BatchCommand, batch
 from deploy.cli.flags import OF_A_SERVICE, PLANNED, ServeCommand, all_but, in_flags, merge_settings, with_settings
 from deploy.cli.keys import keys, with_key_file
-from deploy.serve.environment import Environment, prepare_local_ray, prepare_ray
+from deploy.serve.environment import AUTO, Environment, prepare_local_ray, prepare_ray
 from deploy.serve.haproxy import prepare_haproxy
 from engine.errors import SquadronError
 from parallel.errors import ParallelError, ShardingError
@@ -268,6 +268,28 @@ def why(
     from deploy.cli.why import show_why
 
     raise typer.Exit(show_why(url, api_key or Environment.read().api_key, request_id, as_json))
+
+
+@app.command()
+def drain(
+    node: Annotated[
+        str | None,
+        typer.Argument(help="Its Ray id, address, host name or name.", show_default="all of this machine"),
+    ] = None,
+    deadline: Annotated[float, typer.Option(min=0, max=86_400, help="Seconds until it ends.")] = 120.0,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Address of the Ray cluster.", show_default="$RAY_ADDRESS, else the one that runs here"),
+    ] = None,
+) -> None:
+    """Announce that a NODE ends soon, as a spot notice does: what runs there goes on elsewhere at once.
+
+    Serve starts other replicas and routers, and stops those on the node. Exit code: 1 = it is not announced.
+    """
+    chosen = prepare_ray(address or Environment.read().ray_address or AUTO)
+    from deploy.drain import drain_nodes
+
+    drain_nodes(node, deadline, chosen)
 
 
 @app.command("demo-failover")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import ray
@@ -13,8 +14,9 @@ from cluster.config import resolve_config
 from cluster.errors import ReplicaStartError
 from cluster.lifecycle.autoscaling_policy import replica_stats
 from cluster.lifecycle.control_store import StartRegister, living_actors, version_of
+from cluster.lifecycle.leaving import NodeEnd, call_on_leaving, stop_flag
+from cluster.lifecycle.node_drains import ends_soon
 from cluster.lifecycle.starts import Start
-from cluster.lifecycle.updates import call_on_stop, stop_flag
 from cluster.replica.host import ReplicaHost, log_folder
 from cluster.replica.orphans import watch_parent
 from cluster.replica.worker_group import start_group
@@ -47,7 +49,7 @@ class Replica:
         if self._config.metrics_compat is not None:
             show_to_dashboard()
         # The replica itself notifies routers at once: Serve's notice goes by way of its controller.
-        notice = call_on_stop(self._host.core.drain, stop_flag())
+        notice = call_on_leaving(self._host.core.drain, stop_flag(), NodeEnd(partial(ends_soon, group.nodes)))
         self._stop_notice = asyncio.get_running_loop().create_task(notice)
         start.ready()
 

@@ -20,6 +20,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
+from typing_extensions import override
 from uvicorn.lifespan.on import LifespanOn
 
 from cluster.admission.key_file import keys_for
@@ -35,12 +36,15 @@ from cluster.grpc_api.server import BesideHttp, GrpcServer, ListenAddress, infer
 from cluster.grpc_api.service import GrpcServices
 from cluster.http.app import build_app
 from cluster.http.sites import Sites
+from cluster.ingress.let_go import LetGo
 from cluster.ingress.router_directory import RouterAnnouncement
 from cluster.ingress.router_link import ExchangeServer
 from cluster.ingress.router_side import IngressCheck, check_ingress
 from cluster.lifecycle.app_status import AppPicture, AppWatch, app_state, probe_app
 from cluster.lifecycle.control_store import FAILURES
 from cluster.lifecycle.leases import listening_host
+from cluster.lifecycle.leaving import NodeEnd, stop_flag, until_others_serve
+from cluster.lifecycle.node_drains import drain, ends_soon, own_node
 from cluster.lifecycle.rollback import AppMemory, BuiltOf, DeployedApp, Rollback
 from cluster.lifecycle.shared_quotas import SharedQuotas
 from cluster.lifecycle.updates import StartupWait, UpdateFailedError
@@ -90,6 +94,12 @@ class OtherRouters:
                 raise UpdateFailedError(f"the new version does not start: {one.reason}")
         routers = state.deployments.get(self.deployment)
         return routers.running if routers is not None and any(one.present for one in replicas) else 0
+
+    def serving(self) -> int:
+        """Return how many routers serve, by Serve, and stay. Blocks; raises what Ray and Serve raise."""
+        state = app_state(self.app)
+        routers = None if state is None else state.deployments.get(self.deployment)
+        return 0 if routers is None else routers.running
 
     def sharing(self, picture: AppPicture | None, configured: int) -> int:
         """Return how many routers serve by the latest picture, the one that asks among them.
@@ -168,6 +178,7 @@ class RouterHost:
             names_answers=config.ingress == GATEWAY,
             store=self._store,
             sites=Sites(tenancy.keyed, config.host, config.allowed_hosts, config.allowed_origins),
+            drain=drain,
         )
         publisher = RayPublisher((Source.ROUTER,), {"router": self._router_id}, config.metrics_compat is not None)
         Publishing(on_loop(metrics.registry.collect), publisher, publish_period()).start()
@@ -175,12 +186,24 @@ class RouterHost:
         traced = None if self._tracing is None else self._tracing.rpc
         services = GrpcServices(models, tenancy, GrpcMetrics(metrics).answered, config.max_body_bytes, traced)
         carried = config.grpc_port is not None and config.ingress != SERVE
-        self._ingress = IngressCheck(CarriedCalls(whole, services) if carried else whole, config.router_wait)
+        letting_go = LetGo(CarriedCalls(whole, services) if carried else whole)
+        self._ingress = IngressCheck(letting_go, config.router_wait)
+        self._leaving = asyncio.get_running_loop().create_task(self._leave(letting_go))
         settle_heap()
         waiting = StartupWait(self._ingress, self._serving, self._others.count)
         if config.grpc_port is None or carried:
             return waiting
         return BesideHttp(waiting, _grpc_server(config.host, config.grpc_port, services), config.drain_timeout)
+
+    async def _leave(self, letting_go: LetGo) -> None:
+        """Let go of all answers once this router's node is to end and others serve."""
+        await NodeEnd(partial(ends_soon, [own_node()])).wait()
+        await until_others_serve(self._others.serving, stop_flag())
+        self._say_leaving()
+        letting_go.let_go()
+
+    def _say_leaving(self) -> None:
+        """Tell those who bring requests; Serve's proxies hear of it from Serve."""
 
     def models(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the deployment of each model's replicas, and its settings without keys (asked by batches)."""
@@ -254,6 +277,10 @@ class RouterBehindGateway(RouterHost):
         address = await self._exchanges.address(listening_host(self._config.link_host, [node]))
         yield RouterAnnouncement(self._router_id, serve.get_replica_context().replica_id.unique_id, address)
         await self._exchanges.until_left(gateway_id, LINK_PATIENCE)
+
+    @override
+    def _say_leaving(self) -> None:
+        self._exchanges.leave()
 
     async def __del__(self) -> None:
         """End (called by Serve once no gateway has a lease)."""

@@ -22,6 +22,7 @@ from cluster.admission.tenants import Tenancy
 from cluster.batch.server.store import Store
 from cluster.errors import ApiError
 from cluster.http.batch_routes import BatchRoutes, FileRoutes
+from cluster.http.drain_route import DrainNode, drain_route
 from cluster.http.endpoints import (
     EmbeddingsEndpoint,
     GenerationEndpoint,
@@ -59,6 +60,7 @@ def build_app(
     names_answers: bool = True,
     store: Store | None = None,
     sites: Sites | None = None,
+    drain: DrainNode | None = None,
 ) -> ASGIApp:
     """Return the OpenAI-compatible app.
 
@@ -68,6 +70,7 @@ def build_app(
     names_answers: False where what carries the app puts `x-request-id` on answers itself (Ray Serve does, and two
     would be one wrong value to clients). store: of files and batches; None = none are kept, and their routes say so.
     sites: names that the server goes by, and sites whose pages may use it; None = as on loopback.
+    drain: announces that a node ends (`POST /drain`); None = there are no nodes.
     """
     tenancy = tenancy or Tenancy()
     metrics.register(TenantCollector(tenancy, models, metrics))
@@ -82,6 +85,8 @@ def build_app(
         Route("/why/{name}", partial(_why, models)),
         ui_route(),
     ]
+    if drain is not None:
+        routes.append(drain_route(drain, tenancy.keyed))
     threads = (services.thread_pool, stored.threads)
     app = Starlette(routes=routes, lifespan=partial(_lifespan, tenancy, threads), exception_handlers=_ERRORS)
     app.router.redirect_slashes = False

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -24,7 +23,7 @@ BEGIN = "squadron.begin"  # a gateway's first message of an exchange: its `scope
 WELCOME = "squadron.welcome"  # a router's first one on a connection, once it knows the secret
 END = "squadron.end"  # a router's last one of an exchange
 WATCH = "squadron.watch"  # a gateway's, in place of an exchange: its `gateway` wants to be told that the router lives
-ALIVE = "squadron.alive"  # a router's answer to it, every `BEAT` seconds
+ALIVE = "squadron.alive"  # a router's answer to it, every `BEAT` seconds: whether it is `leaving`
 BEAT = 1.0
 SILENCE = 3.0  # seconds without a word after which a router gets no new exchange
 # The log of an answer that another router goes on with is 32 MiB at most, its request as much.
@@ -99,13 +98,13 @@ class RouterConnection:
             asking.cancel()
         return True
 
-    async def watch(self, gateway_id: str, heard: Callable[[], None]) -> None:
-        """Call `heard` now and whenever the router says that it lives; returns when the connection is over."""
+    async def watch(self, gateway_id: str, heard: Callable[[bool], None]) -> None:
+        """Call `heard` when the router says that it lives, with whether it leaves; returns once it is gone."""
         self._number += 1
         try:
             self._stream.send(_encode((self._number, {"type": WATCH, "gateway": gateway_id})))
-            while (await self._next())["type"] == ALIVE:
-                heard()
+            while (message := await self._next())["type"] == ALIVE:
+                heard(message["leaving"])
         except LinkClosedError:
             return
 
@@ -139,8 +138,9 @@ class ExchangeServer:
         self._app = app
         self._addresses: dict[str, asyncio.Task[LinkAddress]] = {}  # host -> where exchanges are taken there
         self._servers: list[FrameServer] = []
-        self._watching: Counter[str] = Counter()  # connections by which each gateway watches
-        self._changed = asyncio.Condition()
+        self._watches: dict[FrameStream, str] = {}  # which gateway watches by each
+        self._changed = asyncio.Condition()  # of these
+        self._leaves = asyncio.Event()
 
     async def address(self, host: str) -> LinkAddress:
         """Return where exchanges are taken on `host`, at a port that the system chooses."""
@@ -154,9 +154,13 @@ class ExchangeServer:
         """Return when a gateway watches this router no more, or has not begun to within `patience` seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(patience) as limit, self._changed:
-                await self._changed.wait_for(lambda: self._watching[gateway_id])
+                await self._changed.wait_for(lambda: gateway_id in self._watches.values())
                 limit.reschedule(None)
-                await self._changed.wait_for(lambda: not self._watching[gateway_id])
+                await self._changed.wait_for(lambda: gateway_id not in self._watches.values())
+
+    def leave(self) -> None:
+        """Tell all gateways to bring nothing more, where there is another router."""
+        self._leaves.set()
 
     async def close(self) -> None:
         """End all connections."""
@@ -175,20 +179,26 @@ class ExchangeServer:
 
     async def _beat(self, number: int, stream: FrameStream, gateway_id: str) -> None:
         """Tell a gateway that this router lives, until the connection is over."""
-        await self._count(gateway_id, 1)
+        await self._note(stream, gateway_id)
+        leaves = asyncio.ensure_future(self._leaves.wait())
+        over = asyncio.ensure_future(stream.over.wait())
         try:
-            while True:
-                stream.send(_encode((number, {"type": ALIVE})))
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(stream.over.wait(), BEAT)
+            while not over.done():
+                stream.send(_encode((number, {"type": ALIVE, "leaving": leaves.done()})))
+                awaited = {over} if leaves.done() else {over, leaves}
+                await asyncio.wait(awaited, timeout=BEAT, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await self._count(gateway_id, -1)
+            leaves.cancel()
+            over.cancel()
+            await self._note(stream, None)
 
-    async def _count(self, gateway_id: str, change: int) -> None:
+    async def _note(self, stream: FrameStream, gateway_id: str | None) -> None:
+        """Take note of which gateway watches by a connection, None = none any more."""
         async with self._changed:
-            self._watching[gateway_id] += change
-            if not self._watching[gateway_id]:
-                del self._watching[gateway_id]
+            if gateway_id is None:
+                del self._watches[stream]
+            else:
+                self._watches[stream] = gateway_id
             self._changed.notify_all()
 
 

@@ -60,8 +60,10 @@ class KnownRouter:
             for one in self._connections:
                 one.close()
 
-    def _hear(self) -> None:
+    def _hear(self, leaves: bool) -> None:
         self._heard = self._loop.time()
+        if leaves:
+            self.leave()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Have it answer an exchange; returns when it has, or is lost (ASGI)."""

@@ -1,18 +1,10 @@
-"""How an update replaces copies: whether a new one starts first, when it is ready, and when an old one must stop.
-
-Serve tells user code of a stop at the very end, by `__del__`, once all streams are over, and has no hook for the
-beginning: `check_health` is not called any more, which it is not while the controller is away either, and signals
-reach the main thread, in which no code of ours runs. What Serve keeps itself, a flag of its replica, is private; this
-is the one place that looks at it.
-"""
+"""How an update replaces copies: whether a new one starts first, and when it is ready."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping
 
-import ray
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import SquadronError
@@ -20,8 +12,6 @@ from engine.errors import SquadronError
 READY_POLL_SECONDS = 0.25
 ASK_SECONDS = 1.0  # between questions to Serve's controller, which all routers of an app ask
 PATIENCE = 10.0  # seconds that finding replicas of this version may take, where they are there
-logger = logging.getLogger(__name__)
-STOP_POLL_SECONDS = 0.1
 Resources = Mapping[str, float]
 
 
@@ -78,27 +68,6 @@ class StartupWait:
                         raise
                 ask_at = loop.time() + ASK_SECONDS
             await asyncio.sleep(READY_POLL_SECONDS)
-
-
-async def call_on_stop(act: Callable[[], None], told: Callable[[], bool] | None) -> None:
-    """Call `act` once Serve stops the replica. told: as of `stop_flag`; None = that is never known."""
-    if told is None:
-        logger.warning("this Ray Serve does not tell when a replica is to stop: routers hear of it from Serve alone")
-        return
-    while not told():
-        await asyncio.sleep(STOP_POLL_SECONDS)
-    act()
-
-
-def stop_flag() -> Callable[[], bool] | None:
-    """Return the flag by which Serve stops this process's replica, None where it keeps that elsewhere."""
-    process = getattr(getattr(ray, "_private", None), "worker", None)
-    actors = getattr(getattr(process, "global_worker", None), "actors", {})
-    for actor in actors.values():
-        replica = getattr(actor, "_replica_impl", None)
-        if isinstance(getattr(replica, "_shutting_down", None), bool):
-            return lambda: bool(getattr(replica, "_shutting_down", False))
-    return None
 
 
 def surge_percent(copies: int) -> int:

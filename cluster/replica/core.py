@@ -131,13 +131,15 @@ class ReplicaCore:
         """Whether the engine finished a step, or was seen idle and ready, within the last `deadline` seconds."""
         return self._engine.is_healthy(deadline)
 
-    def drain(self) -> None:
+    def drain(self, hand_over: bool = False) -> None:
         """Tell all routers, those that come later too, that this replica is to go. What runs goes on.
 
-        What they send nonetheless is run: it was on its way, or no other replica has their vocabulary.
+        What they send nonetheless is run: it was on its way, or no other replica has their vocabulary, or is there.
+        hand_over: the routers are to go on elsewhere with what runs, at once.
         """
-        logger.info("replica %s is to go: %d routers are told", self.facts.replica_id, len(self._sessions))
-        self._sessions.drain()
+        what = "is to go, and hands over what it runs" if hand_over else "is to go"
+        logger.info("replica %s %s: %d routers are told", self.facts.replica_id, what, len(self._sessions))
+        self._sessions.drain(hand_over)
 
     async def drained(self) -> None:
         """Wait until nothing runs here."""

@@ -173,11 +173,11 @@ class RouterSessions:
         self._ticker.cancel()
         self.end_all(code, message)
 
-    def drain(self) -> None:
-        """Tell all routers, later ones too, that this replica is going to stop."""
+    def drain(self, hand_over: bool) -> None:
+        """Tell all routers, later ones too, that this replica is going to stop. hand_over: as in `Draining`."""
         self._draining = True
         for session in self._sessions.values():
-            session.send(Draining())
+            session.send(Draining(hand_over))
 
     def report(self, report: StepReport, load: Load) -> None:
         """Send each router its rows of one step, and what the prefix cache gained and lost."""

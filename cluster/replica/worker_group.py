@@ -239,6 +239,11 @@ class StartedGroup:
     workers: RayWorkerGroup | None
 
     @property
+    def nodes(self) -> frozenset[str]:
+        """Ids of the nodes that its ranks run on."""
+        return frozenset({ray.get_runtime_context().get_node_id(), *(self.workers.nodes if self.workers else ())})
+
+    @property
     def pids(self) -> tuple[int, ...]:
         """Process ids by rank."""
         return (os.getpid(), *(self.workers.pids if self.workers else ()))

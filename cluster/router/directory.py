@@ -53,6 +53,7 @@ class ReplicaDirectory:
         self._announced: dict[str, Announcement] = {}
         self._leaving: set[str] = set()  # no longer in Serve's set, or about to leave it, and still in use
         self._going: set[str] = set()  # said that they are to go, and are still in Serve's set
+        self._ending: set[str] = set()  # of those that are leaving: they end with their nodes, whoever comes after
         self._foreign: set[str] = set()  # of another vocabulary or protocol
         self._unlinked: dict[str, str] = {}  # why a replica that was found has no link
         self._refusals: Counter[str] = Counter()  # of links to a replica, one after the other
@@ -178,6 +179,7 @@ class ReplicaDirectory:
         if replica_id not in self._foreign | self._going:
             self._watch.known.discard(replica_id)
         self._leaving.discard(replica_id)
+        self._ending.discard(replica_id)
         self._wake.set()
 
     def _members_changed(self, ids: frozenset[str]) -> None:
@@ -192,10 +194,12 @@ class ReplicaDirectory:
         self._let_leave()
         self._wake.set()
 
-    def _said_to_go(self, replica_id: str) -> None:
-        """Take note that a replica says it is to go, maybe before Serve does."""
+    def _said_to_go(self, replica_id: str, ends: bool) -> None:
+        """Take note that a replica says it is to go, maybe before Serve does. ends: its node is to end as well."""
         self._going.add(replica_id)
         self._leaving.add(replica_id)
+        if ends:
+            self._ending.add(replica_id)
         self._let_leave()
 
     def _let_leave(self) -> None:
@@ -203,14 +207,17 @@ class ReplicaDirectory:
 
         Not while those in the set are all of another vocabulary or protocol, or not linked yet: in an update to
         another tokenizer this router serves until a new one does, and Serve stops it then. Where the set is empty it
-        has no use for them, and what comes after may need their place.
+        has no use for them, and what comes after may need their place: but for those whose nodes end, which serve as
+        long as there is no other.
         """
         staying = self._members - self._going
-        if staying and not staying & self._announced.keys():
+        others = staying & self._announced.keys()
+        if staying and not others:
             return
-        for replica_id in self._leaving:
+        for replica_id in self._leaving if others else self._leaving - self._ending:
             self._dispatcher.remove_replica(replica_id)
-        self._leaving.clear()
+        self._leaving = set() if others else self._leaving & self._ending
+        self._ending &= self._leaving
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

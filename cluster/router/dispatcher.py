@@ -57,7 +57,7 @@ class Dispatcher:
         self._inquiries = Inquiries(self._replicas.send)
         self._deadlines = DeadlineTimers(self._loop, self._expire)
         self._closing = False
-        self._on_leaving: Callable[[str], None] = self.remove_replica
+        self._on_leaving: Callable[[str, bool], None] = lambda replica_id, _: self.remove_replica(replica_id)
         self._on_waiting: Callable[[], None] = lambda: None
         self._queue_before: Callable[[], QueueState] = QueueState
         self._quiet = asyncio.Event()
@@ -128,8 +128,11 @@ class Dispatcher:
         """Have `callback` called whenever a request has to wait for a replica."""
         self._on_waiting = callback
 
-    def call_when_leaving(self, callback: Callable[[str], None]) -> None:
-        """Have `callback` called with the id of a replica that says it is to go, in the place of `remove_replica`."""
+    def call_when_leaving(self, callback: Callable[[str, bool], None]) -> None:
+        """Have `callback` called with the id of a replica that says it is to go, in the place of `remove_replica`.
+
+        And with whether its node or process ends soon, so that it is of use until another is there, and no longer.
+        """
         self._on_leaving = callback
 
     def turned_away(self, request: Request, waited: float, outcome: str) -> None:
@@ -155,8 +158,8 @@ class Dispatcher:
     def remove_replica(self, replica_id: str) -> None:
         """Send nothing new to a replica and close its link once it has finished what it runs.
 
-        What overstays there goes on elsewhere (`DispatcherConfig.hand_over_after`). One that fell silent before, and
-        was not found again, is taken for dead.
+        What overstays there goes on elsewhere (`DispatcherConfig.hand_over_after`), at once where the replica said
+        so. One that fell silent before, and was not found again, is taken for dead.
         """
         replica = self._replicas.get(replica_id)
         if replica is None:
@@ -165,6 +168,8 @@ class Dispatcher:
             self._placement.place_waiting()
             return
         replica.draining = True
+        if replica.hands_over:
+            self._placement.on_overstay(replica)
         self._replicas.retire_if_idle(replica)
 
     async def drain(self) -> None:
@@ -306,7 +311,8 @@ class Dispatcher:
                 self._reports.on_rejected(replica, message)
             case Explained():
                 self._inquiries.on_answer(replica, message)
-            case Draining():
-                self._on_leaving(replica.replica_id)
+            case Draining(hand_over=hand_over):
+                replica.hands_over |= hand_over
+                self._on_leaving(replica.replica_id, hand_over)
             case _:
                 self._replicas.lose(replica, DAMAGED, f"a {type(message).__name__} is not expected here")

@@ -142,6 +142,7 @@ class ReplicaHandle:
         self.computed_by = link.welcome.fingerprint
         self.draining = link.welcome.draining
         self.drains_since: float | None = None  # when that was first seen
+        self.hands_over = False  # said that what runs there is to go on elsewhere at once
         self.gone = False
         self.live: dict[int, LiveRequest] = {}
         self.streams: dict[int, ChoiceLog] = {}

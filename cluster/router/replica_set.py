@@ -48,8 +48,8 @@ class ReplicaEvents:
 
     message: a replica sent a message. lost: its link is over, with code and message, and it is not in the set any
     more. room: waiting requests may find a replica: one spoke after a silence, or need not be spared any more.
-    overstay: a draining replica has not finished what it runs within `hand_over_after`; called again as long as that
-    is so. ping: returns the message that replicas get every `ping_interval`.
+    overstay: a draining replica has not finished what it runs within `hand_over_after`, or hands it over; called
+    again as long as that is so. ping: returns the message that replicas get every `ping_interval`.
     """
 
     message: Callable[[ReplicaHandle, Down], None]
@@ -246,7 +246,7 @@ class ReplicaSet:
     def _attend(self, replica: ReplicaHandle, now: float, ping: Ping) -> None:
         if replica.draining:
             replica.drains_since = now if replica.drains_since is None else replica.drains_since
-            if now - replica.drains_since > self._config.hand_over_after:
+            if replica.hands_over or now - replica.drains_since > self._config.hand_over_after:
                 self._events.overstay(replica)
         if now - replica.last_ping >= self._config.ping_interval and not replica.link.closed:
             replica.last_ping = now

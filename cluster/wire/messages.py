@@ -149,7 +149,7 @@ class BlockUpdate(Packed, frozen=True):
     cleared: bool = False
 
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 
 class DamagedMessageError(SquadronError):
@@ -319,7 +319,12 @@ class Heartbeat(Packed, tag=14, frozen=True):
 
 
 class Draining(Packed, tag=15, frozen=True):
-    """The replica is to go: it finishes what it has, and should get nothing new."""
+    """The replica is to go: it finishes what it has, and should get nothing new.
+
+    hand_over: its node or process ends soon, whatever runs there: that goes on elsewhere at once, where it can.
+    """
+
+    hand_over: bool = False
 
 
 class Explained(Packed, tag=16, frozen=True):

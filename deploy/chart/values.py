@@ -83,7 +83,10 @@ class Values(Part):
     serviceAccountName: OptionalName = Field(
         default="", description="Service account of all pods; its token is not mounted."
     )
-    terminationGracePeriodSeconds: NotNegative = Field(default=60, description="Seconds that a pod has to terminate.")
+    terminationGracePeriodSeconds: NotNegative = Field(
+        default=60,
+        description="Seconds that a pod has to terminate; up to 10 s before, what runs there goes on elsewhere.",
+    )
     extraEnv: list[EnvVar] = Field(default=[], description="More environment variables for all Ray containers.")
     extraVolumes: list[Anything] = Field(default=[], description="More volumes for all pods.")
     extraVolumeMounts: list[Anything] = Field(default=[], description="Their mounts in all Ray containers.")

@@ -101,6 +101,12 @@ async def read_all(
     return list(await asyncio.gather(*(read_stream(client, one, on_chunk, patience) for one in asked)))
 
 
+def longest_wait(streams: Sequence[Stream], since: float, window: float = 60.0) -> float:
+    """Return the longest wait of any of the streams, as `Stream.longest_wait`."""
+    waits = [stream.longest_wait(since, window) for stream in streams]
+    return max(wait for wait in waits if wait is not None)
+
+
 def client_of(url: str) -> httpx.AsyncClient:
     """Return a client without limits of its own."""
     return httpx.AsyncClient(base_url=url, limits=httpx.Limits(max_connections=None), trust_env=False)

@@ -17,6 +17,11 @@ class Strike:
         self._left = number
         self._action = action
 
+    def struck(self) -> float:
+        """Return when it did; fails if it did not."""
+        assert self.at is not None, "the streams ended before anything happened"
+        return self.at
+
     def __call__(self, *_: object) -> None:
         self._left -= 1
         if self._left == 0:

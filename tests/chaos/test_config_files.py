@@ -20,8 +20,9 @@ from cluster.lifecycle.rollback import AppMemory
 from cluster.wire.link import ReplicaLink
 from cluster.wire.messages import Draining, Ping
 from cluster.wire.tcp import connect
+from tests.chaos.serve_logs import ServeLogs, check_announced
 from tests.chaos.traffic import Traffic
-from tests.e2e.harness import App, apply_file, eventually, gone, processes, router_processes
+from tests.e2e.harness import App, apply_file, eventually, gone, log_folder, processes, router_processes
 
 NAME = "from-file"
 STREAMS = 3
@@ -75,7 +76,8 @@ def copies() -> set[int]:
 async def test_copies_stop_and_start_without_a_restart_of_the_others_or_a_lost_stream(app: App) -> None:
     before, routers = copies(), [router.pid for router in router_processes(NAME)]
     traffic = Traffic(app, STREAMS, tokens=200)
-    undisturbed = await traffic.references()
+    undisturbed, logs = await traffic.references(), ServeLogs(log_folder())
+    logs.news()
 
     async def down_and_up() -> None:
         await scale(app, 1)
@@ -88,6 +90,7 @@ async def test_copies_stop_and_start_without_a_restart_of_the_others_or_a_lost_s
 
     await traffic.during(down_and_up)
     traffic.check(undisturbed, least=2 * STREAMS)
+    check_announced(logs.news())
     assert [router.pid for router in router_processes(NAME)] == routers, "the routers were restarted"
 
 

@@ -18,8 +18,9 @@ from cluster.app import build
 from cluster.lifecycle.rollback import AppMemory
 from deploy.demo import demo_model_path
 from engine.errors import CheckpointError
+from tests.chaos.serve_logs import ServeLogs, check_announced
 from tests.chaos.traffic import Traffic
-from tests.e2e.harness import App, deploy, eventually, kill, processes
+from tests.e2e.harness import App, deploy, eventually, kill, log_folder, processes
 
 NAME = "updates"
 STREAMS = 3
@@ -142,9 +143,11 @@ def pids(ready: dict[str, Any]) -> set[int]:
 
 
 async def test_an_update_to_another_model_mixes_no_answer(app: App, other_model: Path) -> None:
-    traffic = Traffic(app, STREAMS)
+    traffic, logs = Traffic(app, STREAMS), ServeLogs(log_folder())
     before = await traffic.references()
+    logs.news()
     await traffic.during(lambda: redeploy(app, model=str(other_model)))
+    check_announced(logs.news())
     app.wait_whole()
     after = await traffic.references()
     assert before != after

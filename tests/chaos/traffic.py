@@ -31,6 +31,7 @@ class Traffic:
     async def references(self) -> list[Said]:
         """Return each question's answer while nothing disturbs."""
         async with client_of(self._app.url) as client:
+            client.headers.update(self._app.headers)
             streams = await read_all(client, self._asked)
         assert {stream.kind for stream in streams} == {WHOLE}, [stream.error for stream in streams]
         return [stream.said for stream in streams]
@@ -38,6 +39,7 @@ class Traffic:
     async def during(self, change: Callable[[], Awaitable[object]]) -> None:
         """Run the clients while `change` happens, and let those under way end."""
         async with client_of(self._app.url) as client:
+            client.headers.update(self._app.headers)
             tasks = [asyncio.create_task(self._ask(client, asked)) for asked in self._asked]
             try:
                 async with asyncio.timeout(60):

@@ -90,13 +90,22 @@ def start_serve() -> int:
 
 @dataclass
 class App:
-    """One deployed app. traces: the file that its spans go to, where it has one; grpc_port: likewise, or 0."""
+    """One deployed app. traces: the file that its spans go to, where it has one; grpc_port: likewise, or 0.
+
+    key: an operator's, where it has keys.
+    """
 
     port: int
     replicas: int
     prefix: str = ""
     traces: Path | None = None
     grpc_port: int = 0
+    key: str | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What goes with each request."""
+        return {} if self.key is None else {"authorization": f"Bearer {self.key}"}
 
     @property
     def url(self) -> str:
@@ -105,7 +114,7 @@ class App:
 
     def ready(self) -> dict[str, Any]:
         """Return /ready's body, whatever its status."""
-        body: dict[str, Any] = httpx.get(f"{self.url}/ready", timeout=10).json()
+        body: dict[str, Any] = httpx.get(f"{self.url}/ready", headers=self.headers, timeout=10).json()
         return body
 
     def wait_whole(self, timeout: float = 60.0) -> None:
@@ -129,7 +138,7 @@ class App:
     def metric(self, name: str, **labels: str) -> float:
         """Sum of one metric over its labels, those of `labels` having these values."""
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
-        lines = httpx.get(f"{self.url}/metrics", timeout=10).text.splitlines()
+        lines = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=10).text.splitlines()
         own = [line for line in lines if line.split("{")[0].split(" ")[0] == name]
         values = [float(line.rsplit(" ", 1)[1]) for line in own if all(one in line for one in wanted)]
         assert values, f"no metric {name}"
@@ -146,7 +155,8 @@ def deploy(port: int, name: str = APP, **settings: Any) -> App:
         settings = settings | {"port": port}
     serve.run(build(settings), name=name, route_prefix=prefix or "/")
     models = settings.get("models", [{}])
-    app = App(port, sum(one.get("replicas", settings.get("replicas", 1)) for one in models), prefix)
+    wanted = sum(one.get("replicas", settings.get("replicas", 1)) for one in models)
+    app = App(port, wanted, prefix, key=settings.get("api_key"))
     app.wait_whole()
     return app
 
@@ -158,6 +168,11 @@ def apply_file(*applications: dict[str, Any]) -> None:
     next controller, which applies the last file again.
     """
     _get_global_client().deploy_apps(ServeDeploySchema.model_validate({"applications": applications}))
+
+
+def log_folder() -> Path:
+    """Return where this process's Ray, and all that runs on it, write their logs."""
+    return Path(ray._private.worker._global_node.get_logs_dir_path())
 
 
 def processes(title: str) -> list[psutil.Process]:

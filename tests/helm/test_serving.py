@@ -148,6 +148,16 @@ def test_ray_is_started_with_what_squadron_serve_starts_it_with(helm4):
             assert env["NCCL_DEBUG"] == "WARN"
 
 
+def test_a_pod_is_drained_within_the_time_that_it_has_to_terminate(helm4):
+    for grace, drained in ((300, 290), (5, 0)):
+        (cluster,) = clusters(helm4.template(None, "--set", f"terminationGracePeriodSeconds={grace}"))
+        for pod in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+            spec = pod["template"]["spec"]
+            env = {one["name"]: one.get("value") for one in spec["containers"][0]["env"]}
+            assert spec["terminationGracePeriodSeconds"] == grace
+            assert env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == str(drained)
+
+
 def test_the_batch_runs_its_model_with_its_settings(helm4):
     (files,) = of_kind(rendered("batch"), "ConfigMap")
     app = parse_app(yaml.safe_load(files["data"]["settings.yaml"]))

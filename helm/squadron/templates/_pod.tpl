@@ -29,6 +29,8 @@
 - {name: RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S, value: "1.5"}
 - {name: RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S, value: "20"}
 - {name: RAY_SERVE_PROXY_GRACEFUL_SHUTDOWN_TIMEOUT_S, value: "0.5"}
+{{- /* On SIGTERM Ray drains the pod's node, and waits for so long until what runs there has gone elsewhere. */}}
+- {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: {{ max 0 (sub (int .Values.terminationGracePeriodSeconds) 10) | quote }}}
 - {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "cluster.ingress.guard:proxy_middlewares"}
 {{- with .Values.extraEnv }}
 {{ toYaml . }}

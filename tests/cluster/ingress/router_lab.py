@@ -17,6 +17,7 @@ from cluster.grpc_api.gateway import CarryingDoor, CarryingService
 from cluster.grpc_api.server import GrpcServer, ListenAddress
 from cluster.http.app import build_app
 from cluster.ingress.guard import RouterLossGuard
+from cluster.ingress.let_go import LetGo
 from cluster.ingress.router_link import ExchangeServer
 from cluster.ingress.router_pool import KnownRouter, RouterPool
 from cluster.ingress.router_side import IngressCheck
@@ -58,7 +59,8 @@ class LabRouter:
         models = Models([front_for(self.dispatcher, self._lab.model, metrics)])
         app = build_app(models, metrics, lambda: {"ready": True, "replicas": []})
         services = grpc_services(models, metrics)
-        self._app = IngressCheck(CarriedCalls(app, services), self._lab.router_wait)
+        self.letting_go = LetGo(CarriedCalls(app, services))
+        self._app = IngressCheck(self.letting_go, self._lab.router_wait)
         self._server = ExchangeServer(self)
         self.known = KnownRouter(self.name, await self._server.address("127.0.0.1"))
 

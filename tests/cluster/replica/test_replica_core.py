@@ -363,7 +363,7 @@ async def test_replica_that_is_to_go_tells_so_and_finishes_what_it_has_and_what_
     link.send(submit_message(long_request("old"), 16))
     await until(lambda: replica.core.num_requests == 1)
     replica.core.drain()
-    await receive(link, Draining)
+    assert not (await receive(link, Draining)).hand_over
     link.send(submit_message(long_request("new"), 32))
     await until(lambda: replica.core.num_requests == 2)
     drained = asyncio.create_task(replica.core.drained())
@@ -372,6 +372,8 @@ async def test_replica_that_is_to_go_tells_so_and_finishes_what_it_has_and_what_
     replica.executor.allow(100)
     await asyncio.wait_for(drained, 10)
     assert (await open_link(replica, "late")).welcome.draining
+    replica.core.drain(hand_over=True)
+    assert (await receive(link, Draining)).hand_over
 
 
 async def test_new_link_of_a_router_takes_the_place_of_the_old_one(start):

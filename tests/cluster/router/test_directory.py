@@ -189,16 +189,28 @@ async def test_the_last_replica_of_this_vocabulary_serves_on_until_another_is_li
 async def test_a_replica_that_says_it_is_to_go_gets_nothing_new_before_serve_says_so(change):
     await change("a", "b", linked="a")
     links = await change("a", "b", linked="b")
-    links.say_to_go("a")
+    links.say_to_go("a", False)
     assert links.removed == ["a"]
-    links.say_to_go("b")
+    links.say_to_go("b", False)
     assert links.removed == ["a", "b"], "where all are to go none is kept"
+
+
+async def test_the_last_replica_whose_node_ends_serves_on_until_another_is_linked(change):
+    """Nobody who comes after needs its place; Serve stops it as soon as it hears of the drain."""
+    links = await change("a", linked="a")
+    links.say_to_go("a", True)
+    await change()
+    assert links.removed == []
+    await change("b")
+    assert links.removed == []
+    await change("b", linked="b")
+    assert links.removed == ["a"]
 
 
 async def test_the_last_of_this_vocabulary_that_says_it_is_to_go_serves_on_until_another_is_linked(change):
     links = await change("a", linked="a")
     await change("a", "theirs")
-    links.say_to_go("a")
+    links.say_to_go("a", False)
     await change("theirs")
     assert links.removed == []
     await change("theirs", "b", linked="b")

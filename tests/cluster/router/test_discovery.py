@@ -9,11 +9,9 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from ray.serve._private.common import RequestMetadata
 from ray.serve.request_router import PendingRequest
 
-from cluster.lifecycle import updates
 from cluster.lifecycle.leases import LeaseRequestRouter, ReplicaWatch
 
 MANY = 100  # times that nobody asks in vain while only one call is there
@@ -74,32 +72,3 @@ async def test_a_call_that_is_given_up_while_nobody_is_unknown_ends() -> None:
     async for _ in router._choose_replicas_with_backoff(call):
         assert call.future.done()
         break
-
-
-class ServeReplica:
-    """What Serve keeps of a replica, as far as it is looked into."""
-
-    def __init__(self) -> None:
-        self._shutting_down = False
-
-
-async def test_a_replica_is_told_to_stop_once_serve_keeps_so(monkeypatch) -> None:
-    serves = ServeReplica()
-    process = SimpleNamespace(actors={1: object(), 2: SimpleNamespace(_replica_impl=serves)})
-    monkeypatch.setattr(updates.ray._private.worker, "global_worker", process)
-    monkeypatch.setattr(updates, "STOP_POLL_SECONDS", 0.001)
-    told = asyncio.Event()
-    notice = asyncio.create_task(updates.call_on_stop(told.set, updates.stop_flag()))
-    await asyncio.sleep(0.01)
-    assert not told.is_set()
-    serves._shutting_down = True
-    await asyncio.wait_for(notice, 5)
-    assert told.is_set()
-
-
-async def test_a_serve_that_keeps_it_elsewhere_is_said_and_harms_nothing(monkeypatch, caplog) -> None:
-    process = SimpleNamespace(actors={1: SimpleNamespace(_replica_impl=object())})
-    monkeypatch.setattr(updates.ray._private.worker, "global_worker", process)
-    assert updates.stop_flag() is None
-    await updates.call_on_stop(pytest.fail, None)
-    assert "does not tell when a replica is to stop" in caplog.text

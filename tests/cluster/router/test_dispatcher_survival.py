@@ -177,6 +177,29 @@ async def test_what_overstays_on_a_draining_replica_goes_on_elsewhere_only_on_th
         assert new.core.stats.generated_tokens == (37 if same_model else 0)
 
 
+@pytest.mark.parametrize("first", ["the successor", "the announcement"])
+async def test_what_a_replica_hands_over_goes_on_elsewhere_at_once_and_not_before_there_is_another(first):
+    """With the default times: nothing is waited for, and no link is lost."""
+    async with Lab() as lab:
+        old = await lab.start("a", steps=3)
+        running = [asyncio.create_task(lab.collect(long_request(f"r{seed}", seed=seed))) for seed in range(3)]
+        await until(lambda: lab.dispatcher.counters.reports >= 3)
+        if first == "the announcement":
+            old.core.drain(hand_over=True)
+            await until(lambda: lab.dispatcher.replicas()[0].draining)
+            old.executor.allow(2)
+            await until(lambda: lab.dispatcher.counters.reports >= 5)
+            assert lab.dispatcher.counters.migrations == 0, "there is nobody who could go on"
+        await lab.start("b")
+        old.core.drain(hand_over=True)
+        results = await asyncio.gather(*running)
+        assert results == [oracle(long_request(f"r{seed}", seed=seed)) for seed in range(3)]
+        assert lab.dispatcher.counters.migrations == 3
+        await until(lambda: lab.lost == [("a", "drained")])
+        events = (await lab.dispatcher.explain("r0")).events
+        assert any("is to go" in event.event.detail for event in events)
+
+
 def begun(lab: Lab) -> int:
     """Return how many requests the router knows to be computed."""
     lives = [live for member in lab.dispatcher._replicas.linked for live in member.live.values()]

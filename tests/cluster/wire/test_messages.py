@@ -86,6 +86,7 @@ def test_messages_going_up_arrive_as_sent(message):
         Heartbeat(9, LOAD),
         Heartbeat(9, LOAD, 3, 2, COSTS, 49, [16, 32, 33]),
         Draining(),
+        Draining(hand_over=True),
         Explained(3, [Waited(2.5, Wait.BLOCKS, "9 for its tokens"), Waited(0.0, Wait.RUNS)]),
     ],
 )

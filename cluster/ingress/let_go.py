@@ -1,0 +1,61 @@
+"""A router that leaves lets go of its answers: whoever holds their clients' connections has another one go on.
+
+For that it is as if the router had died, but at a moment when there is another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.answer_log import KEEPS
+
+# As Serve's proxy says it where there is no router: no answer, so that another one is asked.
+_NOT_HERE = {
+    "type": "http.response.start",
+    "status": 503,
+    "headers": [(b"content-type", b"text/plain"), (b"retry-after", b"1")],
+}
+logger = logging.getLogger(__name__)
+
+
+class LetGo:
+    """ASGI middleware of a router. Answers that cannot go on elsewhere are made to their end."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._leaves = False
+        self._kept: set[asyncio.Task[None]] = set()
+
+    def let_go(self) -> None:
+        """End all that others can go on with, now and from now on."""
+        self._leaves = True
+        logger.info("this router leaves: %d answers go on elsewhere", len(self._kept))
+        for answer in self._kept:
+            answer.cancel()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass one exchange on, for as long as this router stays (ASGI)."""
+        if scope["type"] != "http" or not scope.get(KEEPS):
+            await self._app(scope, receive, send)
+            return
+        if self._leaves:
+            await send(dict(_NOT_HERE))
+            await send({"type": "http.response.body", "body": b"this router leaves\n"})
+            return
+
+        async def say(message: Message) -> None:
+            if not self._leaves:
+                await send(message)
+
+        answer = asyncio.ensure_future(self._app(scope, receive, say))
+        self._kept.add(answer)
+        try:
+            await asyncio.wait((answer,))
+            if not (answer.cancelled() and self._leaves):
+                answer.result()
+        finally:
+            self._kept.discard(answer)
+            answer.cancel()
