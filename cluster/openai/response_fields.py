@@ -157,6 +157,12 @@ class ResponseFields(Fields):
     top_logprobs: int | None = note("0 to 20; only with include", 0, 20)
     stream: bool = note("server-sent events", default=False)
     stream_options: ResponseStreamOptions | None = note("only with stream")
+    background: bool | None = note(
+        "true: the answer goes on without its client, who fetches it at /v1/responses/{id}; needs --response-retention"
+    )
+    store: bool | None = note(
+        "true: the answer can be fetched for --response-retention seconds; default false, with background true"
+    )
     truncation: Literal["disabled"] | None = note("only disabled: what is too long is refused")
     metadata: Labels | None = note("labels: echoed, not stored")
     user: Label | None = note("a label: echoed, not stored")
@@ -178,10 +184,8 @@ REFUSED_RESPONSE: Mapping[str, Refusal] = {
         name: Refusal(one.neutral, _ELSEWHERE) if "structured_outputs" in one.instead else one
         for name, one in EXTENSIONS.items()
     },
-    "store": Refusal((False,), "nothing is stored here; send store=false or leave it out"),
     "previous_response_id": Refusal((), _STATELESS),
     "conversation": Refusal((), _STATELESS),
-    "background": Refusal((False,), "nothing is stored here; use stream"),
     "prompt": Refusal((), "stored prompts do not exist here; send input and instructions"),
     "max_tool_calls": Refusal((), "it bounds tools that the server runs, and there are none", (int,)),
     "access_programs": Refusal(),

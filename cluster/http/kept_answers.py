@@ -1,0 +1,254 @@
+"""Answers that outlive their connection: background and stored responses, repeated keys, and streams gone on with.
+
+Source: OpenAI API reference, "Responses" and its guide of background mode; WHATWG HTML, server-sent events
+(`id`, `Last-Event-ID`); the IETF's draft of the `Idempotency-Key` header.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any
+
+from msgspec import json
+from starlette.datastructures import Headers, QueryParams
+from starlette.types import Receive, Scope, Send
+
+from cluster.answer_log import ANSWER_LOG, AnswerFacts, AnswerLog
+from cluster.client_id import SESSION_HEADER
+from cluster.errors import ApiError
+from cluster.http.asgi import Answer, read_body, until_disconnect
+from cluster.http.endpoints import Endpoint, Responder, Services
+from cluster.openai.validation import parse_json
+from cluster.responses.record import Head
+from cluster.responses.store import ResponseStore
+from cluster.responses.view import AnswerView
+
+KEY_HEADER, LAST_HEADER = "idempotency-key", "last-event-id"
+LONGEST_KEY = 255
+PREFIXES = {"/v1/responses": "resp_", "/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
+RESPONSES = "/v1/responses"
+_OF_KEPT = (b'"background"', b'"store"')  # a body without these asks for nothing to be kept
+
+
+class KeptEndpoint(Responder):
+    """A POST route. What asks for it is kept and given out from there; all else goes straight to `endpoint`."""
+
+    def __init__(self, endpoint: Endpoint, services: Services, path: str, store: ResponseStore | None) -> None:
+        self._endpoint = endpoint
+        self._services = services
+        self._path = path
+        self._store = store
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request (ASGI)."""
+        headers = Headers(scope=scope)
+        plain = self._path != RESPONSES and KEY_HEADER not in headers and LAST_HEADER not in headers
+        await (self._endpoint(scope, receive, send) if plain else super().__call__(scope, receive, send))
+
+    async def _respond(self, scope: Scope, receive: Receive, answer: Answer) -> None:
+        state, headers = scope["state"], Headers(scope=scope)
+        key, behind = _key(headers), _last_event(headers)
+        if behind is not None and key is None:
+            raise _refused(LAST_HEADER, "is taken with the Idempotency-Key of the stream that it goes on with")
+        if key is not None and self._store is None:
+            raise _refused(KEY_HEADER, "needs a server that keeps answers, and its --response-retention is 0")
+        visit = state["visit"]
+        body = await read_body(scope, receive, self._services.max_body_bytes, visit.deadline)
+        fields = await self._fields(body, key, visit.tenant.name)
+        if self._store is None or not (key or fields.get("store") is True or fields.get("background") is True):
+            work = self._endpoint.take(body, answer, state["exchange"], visit, state[ANSWER_LOG])
+            await until_disconnect(receive, work, answer)
+            return
+        if fields.get("background") and fields.get("store") is False:
+            raise ApiError("unsupported_value", "store must be true with background=true, or left out", param="store")
+        head = self._head(body, key, fields, headers, visit.tenant.name, visit.deadline, state[ANSWER_LOG])
+        await until_disconnect(receive, self._kept(head, fields, behind, state, answer), answer)
+
+    async def _fields(self, body: bytes, key: str | None, tenant: str) -> Mapping[str, Any]:
+        """Return the fields of a body that may ask for something to be kept."""
+        if key is None and not any(name in body for name in _OF_KEPT):
+            return {}
+        return await self._services.thread_pool.run(len(body), lambda: parse_json(body), tenant)
+
+    def _head(
+        self,
+        body: bytes,
+        key: str | None,
+        fields: Mapping[str, Any],
+        headers: Headers,
+        tenant: str,
+        deadline: float | None,
+        log: AnswerLog,
+    ) -> Head:
+        prefix, now = PREFIXES[self._path], time.time()
+        name, asked, seed = prefix + secrets.token_hex(16), b"", None
+        if key is not None:
+            digest = blake2b(f"{self._path}\n{tenant}\n{key}".encode(), digest_size=24).digest()
+            name, seed = prefix + digest[:16].hex(), int.from_bytes(digest[16:]) >> 1
+            asked = blake2b(body, digest_size=16).digest()
+        elif log.facts is not None:
+            name = log.facts.request_id
+        left = None if deadline is None else now + deadline - asyncio.get_running_loop().time()
+        background = self._path == RESPONSES and fields.get("background") is True
+        session = headers.get(SESSION_HEADER, "")
+        return Head(name, self._path, body, tenant, now, asked, seed, background, left, session)
+
+    async def _kept(
+        self, head: Head, fields: Mapping[str, Any], behind: int | None, state: Mapping[str, Any], answer: Answer
+    ) -> None:
+        """Give out an answer that is kept, from its beginning or behind an event."""
+        if self._store is None:
+            raise RuntimeError("nothing is kept here")
+        exchange, log = state["exchange"], state[ANSWER_LOG]
+        streams = fields.get("stream") is True
+        async with self._store.joined(head, state["visit"], log.facts) as (found, view):
+            if found.asked != head.asked:
+                message = "was sent with another body before; send the same body, or another key"
+                raise _refused(KEY_HEADER, message, "idempotency_key_reused")
+            _show(view, exchange, log)
+            if self._path == RESPONSES and not streams:
+                await send_response(view, answer, wait=not head.background)
+            elif streams:
+                await send_events(view, answer, -1 if behind is None else behind)
+            else:
+                await view.whole()
+                await _send_whole(view, answer)
+
+
+class KeptResponseEndpoint(Responder):
+    """`GET`, `DELETE` and `POST .../cancel` of `/v1/responses/{response_id}`."""
+
+    def __init__(self, store: ResponseStore | None, cancels: bool = False) -> None:
+        self._store = store
+        self._cancels = cancels
+
+    async def _respond(self, scope: Scope, receive: Receive, answer: Answer) -> None:
+        await until_disconnect(receive, self._act(scope, answer), answer)
+
+    async def _act(self, scope: Scope, answer: Answer) -> None:
+        store, state = self._store, scope["state"]
+        name, tenant = scope["path_params"]["response_id"], state["tenant"].name
+        if store is None:
+            message = "this server keeps no responses: its --response-retention is 0"
+            raise ApiError("not_found", message, param="response_id")
+        if not name.startswith(PREFIXES[RESPONSES]) or len(name) > 100:
+            raise ApiError("not_found", f"{name[:100]!r} is no id of a response: they begin with resp_")
+        if scope["method"] == "DELETE":
+            await store.delete(name, tenant)
+            body = {"id": name, "object": "response", "deleted": True}
+            await answer.json(200, json.encode(body))
+            return
+        query = QueryParams(scope["query_string"])
+        behind = -1 if self._cancels else _starting_after(query)
+        if self._cancels:
+            await store.cancel(name, tenant)
+        async with store.found(name, tenant) as (_, view):
+            while not (view.response or view.over):
+                await view.changed()
+            _show(view, state["exchange"], state[ANSWER_LOG])
+            if not self._cancels and _truth(query, "stream"):
+                await send_events(view, answer, behind)
+            else:
+                await send_response(view, answer, wait=False)
+
+
+def _show(view: AnswerView, exchange: dict[str, str], log: AnswerLog) -> None:
+    """Have the exchange bear the names of the answer, and its ingress know them."""
+    for name in ("id", "model", "ignored"):
+        if name in view.exchange:
+            exchange[name] = view.exchange[name]
+    if view.log.facts is not None and log.facts is None:
+        log.begin(AnswerFacts(view.log.facts.request_id, view.log.facts.created, view.log.facts.seed))
+
+
+async def send_events(view: AnswerView, answer: Answer, behind: int) -> None:
+    """Send the events behind a number, each with its own as `id`, as they come."""
+    while not (view.status or view.over):
+        await view.changed()
+    if view.status not in (0, 200):
+        await view.whole()
+        await _send_whole(view, answer)
+        return
+    await answer.events(b"")
+    held = list[bytes]()
+    async for number, event in view.after(behind):
+        held.append(b"id: %d\n%s" % (number, event))
+        if number + 1 == len(view.events) or len(held) >= 64:
+            await answer.events(b"".join(held))
+            held.clear()
+    if view.lost:
+        raise _lost()
+    await answer.end(b"".join(held))
+
+
+async def send_response(view: AnswerView, answer: Answer, wait: bool) -> None:
+    """Send the body of a response. wait: for its end."""
+    while not (view.over or (view.response and not wait)):
+        await view.changed()
+    if view.status not in (0, 200):
+        await _send_whole(view, answer)
+        return
+    if view.lost or not view.response:
+        raise _lost()
+    error = view.end(0).error() if wait else None
+    if error is not None:
+        raise error
+    await answer.json(200, view.response)
+
+
+async def _send_whole(view: AnswerView, answer: Answer) -> None:
+    """Send an answer that is no stream, as its endpoint made it."""
+    if view.lost or not view.status:
+        raise _lost()
+    others = [(name, value) for name, value in view.headers if name not in (b"content-type", b"content-length")]
+    await answer.json(view.status, view.body, others)
+
+
+def _lost() -> ApiError:
+    message = "the answer ended here before it was complete: it was deleted, or its router stops; ask for it again"
+    return ApiError("router_lost", message)
+
+
+def _key(headers: Headers) -> str | None:
+    found = headers.getlist(KEY_HEADER)
+    if not found:
+        return None
+    if len(found) > 1 or not 0 < len(found[0]) <= LONGEST_KEY or not (found[0].isascii() and found[0].isprintable()):
+        raise _refused(KEY_HEADER, f"must be sent once, with 1 to {LONGEST_KEY} printable ASCII characters")
+    return found[0]
+
+
+def _last_event(headers: Headers) -> int | None:
+    found = headers.get(LAST_HEADER)
+    if found is None:
+        return None
+    if not (found.isdecimal() and found.isascii() and len(found) < 10):
+        raise _refused(LAST_HEADER, "must be the id of the last event that came, a number such as 12")
+    return int(found)
+
+
+def _starting_after(query: QueryParams) -> int:
+    found = query.get("starting_after")
+    if found is None:
+        return -1
+    if not _truth(query, "stream"):
+        raise _refused("starting_after", "is taken only with stream=true")
+    if not (found.isdecimal() and found.isascii() and len(found) < 10):
+        raise _refused("starting_after", "must be the sequence_number of an event, such as 12")
+    return int(found)
+
+
+def _truth(query: QueryParams, name: str) -> bool:
+    found = query.get(name, "false")
+    if found not in ("true", "false"):
+        raise _refused(name, f"must be true or false, not {found[:50]!r}")
+    return found == "true"
+
+
+def _refused(name: str, message: str, code: str = "invalid_value") -> ApiError:
+    shown = {KEY_HEADER: "Idempotency-Key", LAST_HEADER: "Last-Event-ID"}.get(name, name)
+    return ApiError(code, f"{shown} {message}", param=shown, status=400)
