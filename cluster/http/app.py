@@ -42,6 +42,7 @@ from cluster.openai.frames import ChatFrames, CompletionFrames
 from cluster.openai.served_model import ServedModel
 from cluster.openai.thread_pool import FairThreadPool
 from cluster.openai.validation import parse_chat, parse_completion
+from cluster.responses.copies import Copies
 from cluster.responses.store import ResponseStore
 from cluster.router.metrics import TenantCollector
 from cluster.router.models import ModelFront, Models
@@ -64,6 +65,7 @@ def build_app(
     store: Store | None = None,
     sites: Sites | None = None,
     response_retention: float = RESPONSE_RETENTION,
+    copies: Copies | None = None,
 ) -> ASGIApp:
     """Return the OpenAI-compatible app.
 
@@ -73,12 +75,13 @@ def build_app(
     names_answers: False where what carries the app puts `x-request-id` on answers itself (Ray Serve does, and two
     would be one wrong value to clients). store: of files and batches; None = none are kept, and their routes say so.
     sites: names that the server goes by, and sites whose pages may use it; None = as on loopback. response_retention:
-    seconds for which answers that are to be kept are, after their end; 0 = none is.
+    seconds for which answers that are to be kept are, after their end; 0 = none is. copies: of them, for other
+    routers; None = nobody has any.
     """
     tenancy = tenancy or Tenancy()
     metrics.register(TenantCollector(tenancy, models, metrics))
     services, stored = Services(models, FairThreadPool(), max_body_bytes), Stored(store)
-    kept = ResponseStore(tenancy, response_retention) if response_retention else None
+    kept = ResponseStore(tenancy, response_retention, copies) if response_retention else None
     routes = [
         *_endpoint_routes(services, kept),
         *FileRoutes(stored).routes(),

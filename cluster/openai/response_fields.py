@@ -158,7 +158,7 @@ class ResponseFields(Fields):
     stream: bool = note("server-sent events", default=False)
     stream_options: ResponseStreamOptions | None = note("only with stream")
     background: bool | None = note(
-        "true: the answer goes on without its client, who fetches it at /v1/responses/{id}; needs --response-retention"
+        "true: the answer goes on without its client, to be fetched at /v1/responses/{id}; needs --response-retention"
     )
     store: bool | None = note(
         "true: the answer can be fetched for --response-retention seconds; default false, with background true"
@@ -170,6 +170,13 @@ class ResponseFields(Fields):
     prompt_cache_key: Label | None = note("a label: requests go to the replica that has most of their prefix anyway")
 
 
+class ResponseQuery(Fields):
+    """The query of `GET /v1/responses/{response_id}`."""
+
+    stream: bool | None = note("true: the events of the response, those that are still to come as they come")
+    starting_after: int | None = note("only with stream: the sequence_number of the last event that came", 0, _MAX)
+
+
 # All fields together, for the API document.
 ResponseRequest: type[ResponseFields] = create_model(
     "ResponseRequest",
@@ -177,9 +184,9 @@ ResponseRequest: type[ResponseFields] = create_model(
     **{name: (field.annotation, field) for name, field in ChatFields.model_fields.items() if name in EXTRAS},  # type: ignore[call-overload]  # pydantic types these keywords one by one
 )
 _ELSEWHERE = "use text.format, or chat completions, which have structured_outputs"
-_STATELESS = "nothing is stored here: send the whole conversation as input"
+_STATELESS = "conversations are not kept here: send the whole conversation as input"
 REFUSED_RESPONSE: Mapping[str, Refusal] = {
-    **OPENAI_CHAT,
+    **{name: one for name, one in OPENAI_CHAT.items() if name != "store"},
     **{
         name: Refusal(one.neutral, _ELSEWHERE) if "structured_outputs" in one.instead else one
         for name, one in EXTENSIONS.items()

@@ -1,4 +1,4 @@
-"""Tokens of a call in an order that depends on nothing but the tokens: not on how they came, nor on who came first."""
+"""Tokens of a call in an order that depends on the tokens alone: not on how they came, nor on who came first."""
 
 from __future__ import annotations
 

@@ -19,10 +19,14 @@ class Copies(Protocol):
         """Return once a copy of the record is somewhere else, or none can be for now."""
         ...
 
-    async def fetch(self, name: str, tenant: str | None, known: int = 0, wait: float = 0.0) -> Record | None:
-        """Return what is kept of an answer behind its first `known` notes, None where nobody has it.
+    async def fetch(self, name: str, tenant: str | None) -> Record | None:
+        """Return what is kept of an answer, None where nobody has it. tenant: it must be this one's; None = any."""
+        ...
 
-        tenant: it must be this one's; None = any. wait: seconds to wait for news where there are none.
+    async def news(self, record: Record, known: int, wait: float) -> Record | None:
+        """Return what is kept of the same answer behind its first `known` notes, None where nobody has it.
+
+        wait: seconds to wait for news where there are none.
         """
         ...
 
@@ -52,7 +56,11 @@ class NoCopies:
     async def settle(self, record: Record) -> None:
         """Return at once."""
 
-    async def fetch(self, name: str, tenant: str | None, known: int = 0, wait: float = 0.0) -> Record | None:
+    async def fetch(self, name: str, tenant: str | None) -> Record | None:
+        """Know nothing."""
+        return None
+
+    async def news(self, record: Record, known: int, wait: float) -> Record | None:
         """Know nothing."""
         return None
 

@@ -29,7 +29,7 @@ class Following:
 
     async def coming(self) -> AsyncIterator[tuple[int, TokenChunk]]:
         """Yield what comes behind the notes of the record; raises the `ApiError` that ended it."""
-        record, name, misses = self._record, self._record.head.name, 0
+        record, misses = self._record, 0
         had: Counter[tuple[int, int]] = Counter()  # tokens of each choice
         scored: Counter[int] = Counter()  # tokens of each prompt
         for number, chunk in AnswerLog(record.notes).past:
@@ -37,10 +37,10 @@ class Following:
             scored[number] += len(chunk.prompt_logprobs)
         known, epoch, end = len(record.notes), record.epoch, record.end
         while end is None:
-            found = await self._copies.fetch(name, record.head.tenant, known, PATIENCE)
+            found = await self._copies.news(record, known, PATIENCE)
             if found is not None and found.epoch != epoch:  # another router counts its notes anew
                 known, epoch = 0, found.epoch
-                found = await self._copies.fetch(name, record.head.tenant)
+                found = await self._copies.fetch(record.head.name, record.head.tenant)
             if found is None:
                 misses += 1
                 if misses >= MISSES:

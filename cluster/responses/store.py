@@ -307,7 +307,7 @@ class ResponseStore:
         return one
 
     def _on_superseded(self, name: str, epoch: int, ended: bool) -> None:
-        """Another router has the answer now. It is still made for clients that wait here, unless it was ended there."""
+        """Another router has the answer. It is still made for clients that wait here, unless it was ended there."""
         one = self._owned.get(name)
         if one is None or one.record.epoch > epoch:
             return

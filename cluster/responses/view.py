@@ -26,7 +26,7 @@ OF_FRAME = 40  # bytes that a kept one takes beside its content
 class _Event(Struct):
     """What is read of the last event of an answer."""
 
-    response: Raw = Raw()  # noqa: RUF009  # it is immutable
+    response: Raw = Raw()
     error: dict[str, Any] | None = None
 
 

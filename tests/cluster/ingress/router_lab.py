@@ -14,6 +14,7 @@ from cluster.ingress.guard import RouterLossGuard
 from cluster.ingress.router_side import IngressCheck
 from cluster.replica.core import ReplicaCore
 from cluster.replica.sessions import ReplicaFacts
+from cluster.router.answer_copies import AnswerCopies
 from cluster.router.dispatcher import Dispatcher
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -25,6 +26,7 @@ from tests.openai_app import MODEL, app_for, served_model, serving
 from tests.simulator.links import connect_local
 
 BLOCK, CONTEXT, NUM_BLOCKS = 16, 4000, 2000
+RETENTION = 60.0
 
 
 class LabRouter:
@@ -43,7 +45,9 @@ class LabRouter:
         self.dispatcher = Dispatcher()
         for replica in self._lab.replicas:
             self.dispatcher.add_link(await connect_local(replica.serve, self.name))
-        self._app = IngressCheck(app_for(self.dispatcher, self._lab.model), self._lab.router_wait)
+        copies = AnswerCopies([self.dispatcher], RETENTION)
+        self.app = app_for(self.dispatcher, self._lab.model, response_retention=RETENTION, copies=copies)
+        self._app = IngressCheck(self.app, self._lab.router_wait)
 
     async def kill(self) -> None:
         """End it as a signal would: what it had on its way is gone."""
