@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -29,8 +30,11 @@ from cluster.responses.view import AnswerView
 
 KEY_HEADER, LAST_HEADER = "idempotency-key", "last-event-id"
 LONGEST_KEY = 255
+MOST_MOVES = 3  # routers that may take an answer over while a client waits for it
 PREFIXES = {"/v1/responses": "resp_", "/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
 RESPONSES = "/v1/responses"
+# Gives out a view; returns what is left to be done with that of another router.
+Give = Callable[[AnswerView, Answer], Awaitable["Give | None"]]
 _OF_KEPT = (b'"background"', b'"store"')  # a body without these asks for nothing to be kept
 
 
@@ -110,13 +114,15 @@ class KeptEndpoint(Responder):
                 message = "was sent with another body before; send the same body, or another key"
                 raise _refused(KEY_HEADER, message, "idempotency_key_reused")
             _show(view, exchange, log)
-            if self._path == RESPONSES and not streams:
-                await send_response(view, answer, wait=not head.background)
-            elif streams:
-                await send_events(view, answer, -1 if behind is None else behind)
+            if streams:
+                give: Give = partial(send_events, behind=-1 if behind is None else behind)
+            elif self._path == RESPONSES:
+                give = partial(send_response, wait=not head.background)
             else:
-                await view.whole()
-                await _send_whole(view, answer)
+                give = send_whole
+            moved = await give(view, answer)
+        if moved is not None:
+            await _give_elsewhere(self._store, head, moved, answer)
 
 
 class KeptResponseEndpoint(Responder):
@@ -146,14 +152,15 @@ class KeptResponseEndpoint(Responder):
         behind = -1 if self._cancels else _starting_after(query)
         if self._cancels:
             await store.cancel(name, tenant)
-        async with store.found(name, tenant) as (_, view):
-            while not (view.response or view.over):
+        async with store.found(name, tenant) as (found, view):
+            while not ((view.response and view.current) or view.over):
                 await view.changed()
             _show(view, state["exchange"], state[ANSWER_LOG])
-            if not self._cancels and _truth(query, "stream"):
-                await send_events(view, answer, behind)
-            else:
-                await send_response(view, answer, wait=False)
+            streams = not self._cancels and _truth(query, "stream")
+            give: Give = partial(send_events, behind=behind) if streams else partial(send_response, wait=False)
+            head, moved = found, await give(view, answer)
+        if moved is not None:
+            await _give_elsewhere(store, head, moved, answer)
 
 
 def _show(view: AnswerView, exchange: dict[str, str], log: AnswerLog) -> None:
@@ -165,47 +172,63 @@ def _show(view: AnswerView, exchange: dict[str, str], log: AnswerLog) -> None:
         log.begin(AnswerFacts(view.log.facts.request_id, view.log.facts.created, view.log.facts.seed))
 
 
-async def send_events(view: AnswerView, answer: Answer, behind: int) -> None:
-    """Send the events behind a number, each with its own as `id`, as they come."""
+async def _give_elsewhere(store: ResponseStore, head: Head, give: Give, answer: Answer) -> None:
+    """Go on giving out an answer that another router has taken over. Raises `ApiError`."""
+    for _ in range(MOST_MOVES):
+        async with store.found(head.name, head.tenant) as (_, view):
+            moved = await give(view, answer)
+        if moved is None:
+            return
+        give = moved
+    raise _lost()
+
+
+async def send_events(view: AnswerView, answer: Answer, behind: int) -> Give | None:
+    """Send the events behind a number, each with its own as `id`, as they come.
+
+    Returns what is to be done with the view of another router, where this one has lost the answer; None = all is sent.
+    """
     while not (view.status or view.over):
         await view.changed()
     if view.status not in (0, 200):
-        await view.whole()
-        await _send_whole(view, answer)
-        return
+        return await send_whole(view, answer)
     await answer.events(b"")
     held = list[bytes]()
     async for number, event in view.after(behind):
+        behind = number
         held.append(b"id: %d\n%s" % (number, event))
         if number + 1 == len(view.events) or len(held) >= 64:
             await answer.events(b"".join(held))
             held.clear()
     if view.lost:
-        raise _lost()
+        return partial(send_events, behind=behind)
     await answer.end(b"".join(held))
+    return None
 
 
-async def send_response(view: AnswerView, answer: Answer, wait: bool) -> None:
-    """Send the body of a response. wait: for its end."""
+async def send_response(view: AnswerView, answer: Answer, wait: bool) -> Give | None:
+    """Send the body of a response. wait: for its end. Returns as `send_events`."""
     while not (view.over or (view.response and not wait)):
         await view.changed()
     if view.status not in (0, 200):
-        await _send_whole(view, answer)
-        return
+        return await send_whole(view, answer)
     if view.lost or not view.response:
-        raise _lost()
+        return partial(send_response, wait=wait)
     error = view.end(0).error() if wait else None
     if error is not None:
         raise error
     await answer.json(200, view.response)
+    return None
 
 
-async def _send_whole(view: AnswerView, answer: Answer) -> None:
-    """Send an answer that is no stream, as its endpoint made it."""
+async def send_whole(view: AnswerView, answer: Answer) -> Give | None:
+    """Send an answer that is no stream, as its endpoint made it. Returns as `send_events`."""
+    await view.whole()
     if view.lost or not view.status:
-        raise _lost()
+        return send_whole
     others = [(name, value) for name, value in view.headers if name not in (b"content-type", b"content-length")]
     await answer.json(view.status, view.body, others)
+    return None
 
 
 def _lost() -> ApiError:

@@ -93,7 +93,7 @@ class AnswerKeeper:
 
     def _keep(self, session: RouterSession, said: Keep) -> None:
         if said.name in self._forgotten:
-            session.send(Superseded(said.name, said.epoch, True))
+            session.send(Superseded(said.name, said.epoch))
             return
         copy = self._copies.get(said.name)
         if copy is None:
@@ -102,11 +102,11 @@ class AnswerKeeper:
             copy = self._copies[said.name] = _Copy(said.tenant, said.head)
             self._count(copy, len(said.head))
         if (said.epoch, session.link.router_id) < (copy.epoch, copy.owner):
-            session.send(Superseded(said.name, copy.epoch, bool(copy.end)))
+            session.send(Superseded(said.name, copy.epoch))
             return
         former = copy.session
         if former is not None and former is not session and copy.owner != session.link.router_id:
-            former.send(Superseded(said.name, said.epoch, bool(said.end)))
+            former.send(Superseded(said.name, said.epoch))
         if (copy.epoch, copy.owner) != (said.epoch, session.link.router_id):
             self._count(copy, -sum([len(note) + OF_NOTE for note in copy.notes]))
             copy.notes, copy.end = [], b""
@@ -155,7 +155,7 @@ class AnswerKeeper:
                 self._forgotten.popitem(last=False)
         if copy is not None and copy.tenant == said.tenant:
             if copy.session is not None and copy.session is not session:
-                copy.session.send(Superseded(said.name, copy.epoch, True))
+                copy.session.send(Superseded(said.name, copy.epoch))
             self._drop(said.name)
 
     def _drop(self, name: str) -> None:

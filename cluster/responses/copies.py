@@ -38,11 +38,10 @@ class Copies(Protocol):
         """Look after the copies of a record no more; they go when their time has come."""
         ...
 
-    def listen(self, orphaned: Callable[[str], None], superseded: Callable[[str, int, bool], None]) -> None:
+    def listen(self, orphaned: Callable[[str], None], superseded: Callable[[str, int], None]) -> None:
         """Have `orphaned` called with the name of an answer whose router is gone, for this one to go on with it.
 
-        superseded: called with the name of an answer that another router has gone on with, in which epoch, and
-        whether it has ended.
+        superseded: called with the name of an answer that another router has gone on with or dropped, and its epoch.
         """
         ...
 
@@ -70,5 +69,5 @@ class NoCopies:
     def drop(self, name: str) -> None:
         """Drop nothing."""
 
-    def listen(self, orphaned: Callable[[str], None], superseded: Callable[[str, int, bool], None]) -> None:
+    def listen(self, orphaned: Callable[[str], None], superseded: Callable[[str, int], None]) -> None:
         """Call nothing."""

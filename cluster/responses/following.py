@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 from cluster.answer_log import AnswerLog, Kept
@@ -18,12 +18,14 @@ MISSES, PAUSE = 8, 1.0  # looks in a row that find nothing, and the seconds betw
 
 
 class Following:
-    """Walks an answer that others make, from what is known of it on. record: as it was fetched."""
+    """Walks an answer that others make, from what is known of it on. record: as it was fetched. on_current: called when all
+    that is known of an answer which still runs has been gone through."""
 
-    def __init__(self, record: Record, copies: Copies, kept: Kept) -> None:
+    def __init__(self, record: Record, copies: Copies, kept: Kept, on_current: Callable[[], None]) -> None:
         self._record = record
         self._copies = copies
         self._kept = kept
+        self._on_current = on_current
         kept.coming = self.coming
         kept.completed_at = None if record.end is None else record.end.at
 
@@ -36,6 +38,8 @@ class Following:
             had[number, chunk.choice] += len(chunk.token_ids)
             scored[number] += len(chunk.prompt_logprobs)
         known, epoch, end = len(record.notes), record.epoch, record.end
+        if end is None:
+            self._on_current()
         while end is None:
             found = await self._copies.news(record, known, PATIENCE)
             if found is not None and found.epoch != epoch:  # another router counts its notes anew

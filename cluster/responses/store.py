@@ -251,8 +251,8 @@ class ResponseStore:
     def _replay(self, record: Record) -> tuple[AnswerView, asyncio.Task[None]]:
         """Have the frames of an answer made again that this router does not make."""
         kept = self._kept(record.head)
-        Following(record, self._copies, kept)
-        view = AnswerView(record.head, record.log(kept))
+        view = AnswerView(record.head, record.log(kept), current=False)
+        Following(record, self._copies, kept, view.catch_up)
         context = CallContext(continues=True)
         visit = Visit(self._tenancy, self._tenancy.holder(record.head.tenant), None, context, charged=True)
 
@@ -306,16 +306,11 @@ class ResponseStore:
         self._run(one, answer_log, visit)
         return one
 
-    def _on_superseded(self, name: str, epoch: int, ended: bool) -> None:
-        """Another router has the answer. It is still made for clients that wait here, unless it was ended there."""
+    def _on_superseded(self, name: str, epoch: int) -> None:
+        """Another router has the answer, or has dropped it: it is made here no more, and clients are given theirs."""
         one = self._owned.get(name)
-        if one is None or one.record.epoch > epoch:
-            return
-        self._copies.drop(name)
-        if one.task is None:
+        if one is not None and one.record.epoch <= epoch:
             self._drop(one)
-        elif ended:
-            self._stop(one)
 
     # --- room and time
 

@@ -34,11 +34,13 @@ class AnswerView:
     """What an endpoint sends, kept as numbered frames or as one whole body. Used on one event loop.
 
     status: 0 until it is decided. events: the frames of a stream. body: of an answer that is none. response: the
-    latest body of a response. over: nothing more comes. lost: it broke off without an end. begun: its request was
+    latest body of a response. over: nothing more comes. current: nothing else is known of it
+    elsewhere, as far as this process can tell. lost: it broke off without an end. begun: its request was
     accepted. log: of the answer.
     """
 
-    def __init__(self, head: Head, log: AnswerLog) -> None:
+    def __init__(self, head: Head, log: AnswerLog, current: bool = True) -> None:
+        self.current = current
         self.log = log
         self.status = 0
         self.streams = False
@@ -87,6 +89,11 @@ class AnswerView:
         else:
             self.body += message.get("body", b"")
             self.size = len(self.body)
+        self.tell()
+
+    def catch_up(self) -> None:
+        """Note that all is here that is known elsewhere."""
+        self.current = True
         self.tell()
 
     def accept(self) -> None:

@@ -54,9 +54,9 @@ class AnswerCopies:
         self._timer: asyncio.TimerHandle | None = None
         self._looked_at: list[ReplicaHandle] = []
         self._orphaned: Callable[[str], None] = lambda _: None
-        self._superseded: Callable[[str, int, bool], None] = lambda *_: None
+        self._superseded: Callable[[str, int], None] = lambda *_: None
 
-    def listen(self, orphaned: Callable[[str], None], superseded: Callable[[str, int, bool], None]) -> None:
+    def listen(self, orphaned: Callable[[str], None], superseded: Callable[[str, int], None]) -> None:
         """See `Copies.listen`."""
         self._orphaned, self._superseded = orphaned, superseded
 
@@ -121,8 +121,8 @@ class AnswerCopies:
                     answer.set_result(message)
             case Orphaned(name=name):
                 self._orphaned(name)
-            case Superseded(name=name, epoch=epoch, ended=ended):
-                self._superseded(name, epoch, ended)
+            case Superseded(name=name, epoch=epoch):
+                self._superseded(name, epoch)
 
     def close(self) -> None:
         """Copy nothing more."""
@@ -170,8 +170,12 @@ class AnswerCopies:
             model.send(replica, message)
 
     def _flush_after(self, seconds: float) -> None:
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._flush)
+        at = asyncio.get_running_loop().time() + seconds
+        if self._timer is not None:
+            if self._timer.when() <= at:
+                return
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(at, self._flush)
 
     def _flush(self) -> None:
         self._timer = None
@@ -203,9 +207,7 @@ class AnswerCopies:
         record, told = copied.record, copied.homes[home]
         head = pack_head(record.head) if told < 0 else b""
         if len(head) > LARGEST_HEAD:
-            log.warning(
-                "answer %s has a request too large to be copied: it is lost with this router", record.head.name
-            )
+            log.warning("the request of answer %s is too large: no replica has a copy", record.head.name)
             return
         told = max(told, 0)
         while True:

@@ -398,14 +398,10 @@ class Orphaned(Packed, tag=19, frozen=True):
 
 
 class Superseded(Packed, tag=20, frozen=True):
-    """What this router said of an answer is not kept any more: another one has it, or it was dropped.
-
-    epoch: of what is kept. ended: nobody is to go on with it.
-    """
+    """What this router said of an answer is not kept any more: another one has it, in this epoch, or dropped it."""
 
     name: Name
     epoch: Count
-    ended: bool
 
 
 Up = Hello | Submit | Abort | FinishChoice | Ping | Resync | Explain | Keep | Fetch | Forget
