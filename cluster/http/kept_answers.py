@@ -186,7 +186,7 @@ async def _give_elsewhere(store: ResponseStore, head: Head, give: Give, answer: 
 async def send_events(view: AnswerView, answer: Answer, behind: int) -> Give | None:
     """Send the events behind a number, each with its own as `id`, as they come.
 
-    Returns what is to be done with the view of another router, where this one has lost the answer; None = all is sent.
+    Returns what is to be done with the view of another router where this one has lost the answer; None = all is sent.
     """
     while not (view.status or view.over):
         await view.changed()

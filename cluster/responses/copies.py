@@ -20,7 +20,10 @@ class Copies(Protocol):
         ...
 
     async def fetch(self, name: str, tenant: str | None) -> Record | None:
-        """Return what is kept of an answer, None where nobody has it. tenant: it must be this one's; None = any."""
+        """Return what is kept of an answer, None where nobody has it. tenant: it must be this one's; None = any.
+
+        Raises `ApiError` (`no_replica`) where nobody can be asked.
+        """
         ...
 
     async def news(self, record: Record, known: int, wait: float) -> Record | None:

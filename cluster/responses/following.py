@@ -18,8 +18,10 @@ MISSES, PAUSE = 8, 1.0  # looks in a row that find nothing, and the seconds betw
 
 
 class Following:
-    """Walks an answer that others make, from what is known of it on. record: as it was fetched. on_current: called when all
-    that is known of an answer which still runs has been gone through."""
+    """Walks an answer that others make, from what is known of it on.
+
+    record: as it was fetched. on_current: called when all that is known of an answer was gone through, and it runs.
+    """
 
     def __init__(self, record: Record, copies: Copies, kept: Kept, on_current: Callable[[], None]) -> None:
         self._record = record
@@ -44,7 +46,7 @@ class Following:
             found = await self._copies.news(record, known, PATIENCE)
             if found is not None and found.epoch != epoch:  # another router counts its notes anew
                 known, epoch = 0, found.epoch
-                found = await self._copies.fetch(record.head.name, record.head.tenant)
+                found = await self._all()
             if found is None:
                 misses += 1
                 if misses >= MISSES:
@@ -67,6 +69,13 @@ class Following:
         self._kept.completed_at = end.at
         if (error := end.error()) is not None:
             raise error
+
+    async def _all(self) -> Record | None:
+        """Return all that is kept of it now."""
+        try:
+            return await self._copies.fetch(self._record.head.name, self._record.head.tenant)
+        except ApiError:  # nobody can be asked for now
+            return None
 
 
 def _beyond(chunk: TokenChunk, count: int, scored: int) -> TokenChunk | None:

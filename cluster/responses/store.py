@@ -56,8 +56,8 @@ class Owned:
 class ResponseStore:
     """Used on one event loop. retention: seconds for which an answer that has ended is kept.
 
-    most_bytes: of all answers; where they are reached the oldest that have ended go first, and then nothing new is
-    taken. clock: seconds since 1970.
+    most_bytes: of all answers, None = `MOST_BYTES`; where they are reached the oldest that have ended go first, and
+    then nothing new is taken. clock: seconds since 1970.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class ResponseStore:
         tenancy: Tenancy,
         retention: float,
         copies: Copies | None = None,
-        most_bytes: int = MOST_BYTES,
+        most_bytes: int | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.retention = retention
         self._tenancy = tenancy
         self._copies: Copies = copies or NoCopies()
-        self._most_bytes = most_bytes
+        self._most_bytes = MOST_BYTES if most_bytes is None else most_bytes
         self._clock = clock
         self._endpoints: Mapping[str, ASGIApp] = {}
         self._owned: dict[str, Owned] = {}  # those that ended first come first, behind none that runs
@@ -94,7 +94,7 @@ class ResponseStore:
         gone on with. facts: of an answer that another router has begun. Raises `ApiError` where there is no room.
         """
         name, tenant = head.name, head.tenant
-        record = None if self._own(name, tenant) else await self._copies.fetch(name, tenant)
+        record = None if self._own(name, tenant) else await self._seen(name, tenant)
         one = self._own(name, tenant)  # another request may have begun it meanwhile
         if one is None and record is not None and not _may_go_on(record):
             async with self._shown(record) as view:
@@ -276,12 +276,20 @@ class ResponseStore:
             raise not_kept(name, self.retention)
         return await self._adopt(record)
 
+    async def _seen(self, name: str, tenant: str | None) -> Record | None:
+        """Return what others have of an answer, None also where nobody can be asked."""
+        try:
+            return await self._copies.fetch(name, tenant)
+        except ApiError as error:
+            log.info("nobody can be asked for answer %s: %s", name, error)
+            return None
+
     def _on_orphan(self, name: str) -> None:
         if name not in self._owned:
             self._spawn(self._adopt_orphan(name))
 
     async def _adopt_orphan(self, name: str) -> None:
-        record = await self._copies.fetch(name, None)
+        record = await self._seen(name, None)
         if record is not None and name not in self._owned and self._bytes + record.size <= self._most_bytes:
             log.info("answer %s: its router is lost, this one goes on with it", name)
             await self._adopt(record)

@@ -11,6 +11,7 @@ from itertools import count
 
 import msgspec
 
+from cluster.errors import ApiError
 from cluster.responses.record import Record, pack_end, pack_head, unpack_end, unpack_head
 from cluster.router.dispatcher import Dispatcher
 from cluster.router.replica_handle import ReplicaHandle
@@ -80,7 +81,9 @@ class AnswerCopies:
     async def fetch(self, name: str, tenant: str | None) -> Record | None:
         """See `Copies.fetch`. All replicas are asked: one may have fallen behind whose router could not reach it."""
         answers = await asyncio.gather(*[self._fetch_from(one, name, tenant) for one in self._linked()])
-        found = [one for one in answers if one is not None]
+        if not any(heard for heard, _ in answers):
+            raise ApiError("no_replica", "no replica can be asked for what is kept of it; ask again")
+        found = [one for _, one in answers if one is not None]
         return max(found, key=lambda one: (one.epoch, one.end is not None, len(one.notes)), default=None)
 
     async def news(self, record: Record, known: int, wait: float) -> Record | None:
@@ -129,22 +132,23 @@ class AnswerCopies:
         if self._timer is not None:
             self._timer.cancel()
 
-    async def _fetch_from(self, replica: ReplicaHandle, name: str, tenant: str | None) -> Record | None:
+    async def _fetch_from(self, replica: ReplicaHandle, name: str, tenant: str | None) -> tuple[bool, Record | None]:
+        """Return whether a replica answers, and what it has."""
         notes: list[bytes] = []
         head = None
         while True:
             found = await self._ask(replica, name, tenant, len(notes), 0.0)
             if found is None or not found.name:
-                return None
+                return found is not None, None
             try:
                 head = head or unpack_head(found.head)
                 end = unpack_end(found.end)
             except msgspec.MsgspecError as error:  # of a router of another version
                 log.warning("a copy of answer %s cannot be read: %s", name, error)
-                return None
+                return True, None
             notes += found.notes
             if not found.more:
-                return Record(head, notes, end, found.epoch)
+                return True, Record(head, notes, end, found.epoch)
 
     async def _ask(
         self, replica: ReplicaHandle, name: str, tenant: str | None, known: int, wait: float
