@@ -116,7 +116,7 @@ def _page(items: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-_USAGE = _object(input_tokens=_INTEGER, output_tokens=_INTEGER, total_tokens=_INTEGER)
+_RESPONSE_USAGE = _object(input_tokens=_INTEGER, output_tokens=_INTEGER, total_tokens=_INTEGER)
 _KEPT = _object(
     id=_STRING,
     object={"const": "response"},
@@ -124,7 +124,7 @@ _KEPT = _object(
     status={"enum": ["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]},
     model=_STRING,
     output=_list({"type": "object"}),
-    usage={"anyOf": [_USAGE, {"type": "null"}]},
+    usage={"anyOf": [_RESPONSE_USAGE, {"type": "null"}]},
 )
 STORAGE_OPERATIONS: Sequence[Operation] = (
     Operation("/v1/files", "Upload the input of batches.", _FILE, FileFields, form=True),
@@ -167,7 +167,7 @@ OPERATIONS: Sequence[Operation] = (
             status={"enum": ["queued", "in_progress", "completed", "incomplete"]},
             model=_STRING,
             output=_list({"type": "object"}),
-            usage={"anyOf": [_USAGE, {"type": "null"}]},
+            usage={"anyOf": [_RESPONSE_USAGE, {"type": "null"}]},
         ),
         ResponseRequest,
         streams=True,
@@ -175,13 +175,13 @@ OPERATIONS: Sequence[Operation] = (
     Operation(
         "/v1/responses/{response_id}", "Fetch a response that is kept.", _KEPT, query=ResponseQuery, streams=True
     ),
+    Operation("/v1/responses/{response_id}/cancel", "End a response that runs.", _KEPT, verb="post"),
     Operation(
         "/v1/responses/{response_id}",
         "Delete a response.",
         _object(id=_STRING, object={"const": "response"}, deleted={"const": True}),
         verb="delete",
     ),
-    Operation("/v1/responses/{response_id}/cancel", "End a response that runs.", _KEPT, verb="post"),
     Operation(
         "/v1/embeddings",
         "Turn texts into vectors of length 1.",
