@@ -46,6 +46,7 @@ class Following:
             found = await self._copies.news(record, known, PATIENCE)
             if found is not None and found.epoch != epoch:  # another router counts its notes anew
                 known, epoch = 0, found.epoch
+                record = Record(record.head, epoch=epoch)
                 found = await self._all()
             if found is None:
                 misses += 1

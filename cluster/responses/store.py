@@ -75,6 +75,7 @@ class ResponseStore:
         self._clock = clock
         self._endpoints: Mapping[str, ASGIApp] = {}
         self._owned: dict[str, Owned] = {}  # those that ended first come first, behind none that runs
+        self._adopting: set[str] = set()
         self._bytes = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweeping: asyncio.TimerHandle | None = None
@@ -285,8 +286,9 @@ class ResponseStore:
             return None
 
     def _on_orphan(self, name: str) -> None:
-        if name not in self._owned:
-            self._spawn(self._adopt_orphan(name))
+        if name not in self._owned and name not in self._adopting:
+            self._adopting.add(name)
+            self._spawn(self._adopt_orphan(name)).add_done_callback(lambda _: self._adopting.discard(name))
 
     async def _adopt_orphan(self, name: str) -> None:
         record = await self._seen(name, None)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -23,7 +24,8 @@ PAUSE = 0.05  # seconds in which what is new of an answer is gathered
 LOOK = 0.5  # seconds between two looks at whether the replicas that have copies are there
 PATIENCE = 2.0  # seconds for a replica to answer, beyond those that it is asked to wait
 MOST_AT_ONCE = 1 << 20  # bytes of notes in one message
-LARGEST_HEAD = 24 << 20  # bytes of a request that is copied
+LARGEST_HEAD = 6 << 20  # bytes of a request that is copied
+FETCHES = 2  # of a replica at a time: what it sends must fit in what may wait on its link
 log = logging.getLogger(__name__)
 
 
@@ -52,6 +54,7 @@ class AnswerCopies:
         self._asked: dict[tuple[int, str], asyncio.Future[Fetched]] = {}
         self._records: dict[str, _Copied] = {}
         self._dirty: set[str] = set()
+        self._fetches: WeakKeyDictionary[ReplicaHandle, asyncio.Semaphore] = WeakKeyDictionary()
         self._timer: asyncio.TimerHandle | None = None
         self._looked_at: list[ReplicaHandle] = []
         self._orphaned: Callable[[str], None] = lambda _: None
@@ -137,7 +140,8 @@ class AnswerCopies:
         notes: list[bytes] = []
         head = None
         while True:
-            found = await self._ask(replica, name, tenant, len(notes), 0.0)
+            async with self._fetches.setdefault(replica, asyncio.Semaphore(FETCHES)):
+                found = await self._ask(replica, name, tenant, len(notes), 0.0)
             if found is None or not found.name:
                 return found is not None, None
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import threading
 from collections.abc import Callable
@@ -10,7 +11,9 @@ from typing import Any
 
 import httpx
 import openai
+from rich.console import Console
 
+from deploy.cli.chat import Chat, ChatOptions
 from tests.e2e.harness import App, eventually, kill, proxy_processes, replica_processes, router_processes
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/reconnecting.md"
@@ -122,4 +125,26 @@ def test_a_chat_with_a_key_goes_on_when_the_proxy_is_killed(demo_app: App) -> No
         headers.pop("Last-Event-ID")
         again = client.post(path, json=asked, headers=headers).text
     assert [line for line in again.splitlines() if line.startswith("data: ")] == events
+    demo_app.wait_whole()
+
+
+def test_squadron_chat_shows_that_it_reconnects_when_the_proxy_is_killed(demo_app: App) -> None:
+    class Terminal(io.StringIO):
+        """Where the chat writes; the proxy is killed after some of it."""
+
+        writes = 0
+
+        def write(self, text: str) -> int:
+            self.writes += 1
+            if self.writes == 12:
+                kill(proxy_processes()[0])
+            return super().write(text)
+
+    terminal = Terminal()
+    chat = Chat(ChatOptions(demo_app.url, max_tokens=400), Console(file=terminal, width=200))
+    assert chat.run(io.StringIO("Once\n"))
+    shown = terminal.getvalue()
+    assert "[connection lost: " in shown
+    assert "[reconnected: the answer goes on]" in shown
+    assert " tokens" in shown.splitlines()[-1]
     demo_app.wait_whole()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import httpx
@@ -28,6 +29,7 @@ CHAT = {
     "max_tokens": LENGTH,
     "ignore_eos": True,
 }
+TEXT = {"model": MODEL, "prompt": "once", "stream": True, "max_tokens": LENGTH, "ignore_eos": True}
 
 
 def client_of(router: LabRouter) -> httpx.AsyncClient:
@@ -225,3 +227,42 @@ async def test_a_guarded_background_stream_goes_on_by_itself(tmp_path):
                 numbers.append(json.loads(frame.partition("data: ")[2])["sequence_number"])
         assert numbers == list(range(len(numbers)))
         assert '"type":"response.incomplete"' in text
+
+
+async def test_each_answer_of_a_lost_router_is_taken_over_once(tmp_path):
+    async with RouterLab(tmp_path, routers=3, pace=0.005) as lab:
+        one, *others = lab.routers
+        names = [await begin(one, input=f"number {number}") for number in range(12)]
+        await until_tokens(one, names[-1], 5)
+        lab.kill(one, successor_after=None)
+        for name in names:
+            await fetched(others[0], name)
+        assert sum(router.dispatcher.counters.accepted for router in others) == len(names)
+
+
+async def test_one_key_at_two_routers_at_once_is_one_answer(tmp_path):
+    """Both may begin it: one keeps it, and both give the same."""
+    async with RouterLab(tmp_path, pace=0.002) as lab:
+        headers = {"idempotency-key": "one"}
+        one, two = lab.routers
+        async with client_of(one) as first, client_of(two) as second:
+            answers = await asyncio.gather(
+                *(client.post("/v1/completions", json=TEXT, headers=headers) for client in (first, second) * 3)
+            )
+            later = await second.post("/v1/completions", json=TEXT, headers=headers)
+        assert [one.status_code for one in answers] == [200] * 6
+        said = {re.sub(r'"created":\d+', "", one.text) for one in (*answers, later)}
+        assert len(said) == 1
+
+
+async def test_a_router_whose_replicas_are_gone_does_not_say_that_a_response_is(tmp_path):
+    async with RouterLab(tmp_path, routers=1) as lab:
+        (one,) = lab.routers
+        for replica in lab.replicas:
+            await replica.close()
+        while one.dispatcher.linked:
+            await asyncio.sleep(0.001)
+        async with client_of(one) as client:
+            answer = await client.get("/v1/responses/resp_1")
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "no_replica"
