@@ -14,7 +14,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
-from msgspec import json
+from msgspec import json, structs
 from starlette.datastructures import Headers, QueryParams
 from starlette.types import Receive, Scope, Send
 
@@ -35,7 +35,11 @@ PREFIXES = {"/v1/responses": "resp_", "/v1/chat/completions": "chatcmpl-", "/v1/
 RESPONSES = "/v1/responses"
 # Gives out a view; returns what is left to be done with that of another router.
 Give = Callable[[AnswerView, Answer], Awaitable["Give | None"]]
-_OF_KEPT = (b'"background"', b'"store"')  # a body without these asks for nothing to be kept
+_OF_KEPT = (
+    b'"background"',
+    b'"store"',
+    b'"previous_response_id"',
+)  # a body without these asks for nothing to be kept
 
 
 class KeptEndpoint(Responder):
@@ -63,6 +67,13 @@ class KeptEndpoint(Responder):
         visit = state["visit"]
         body = await read_body(scope, receive, self._services.max_body_bytes, visit.deadline)
         fields = await self._fields(body, key, visit.tenant.name)
+        asked = body
+        if self._path == RESPONSES and isinstance(fields.get("previous_response_id"), str) and "input" in fields:
+            if self._store is None:
+                message = "needs a server that keeps responses, and its --response-retention is 0"
+                raise _refused("previous_response_id", message, "unsupported_value")
+            fields = await self._continued(self._store, fields, visit.tenant.name)
+            body = json.encode(fields)
         if self._store is None or not (key or fields.get("store") is True or fields.get("background") is True):
             work = self._endpoint.take(body, answer, state["exchange"], visit, state[ANSWER_LOG])
             await until_disconnect(receive, work, answer)
@@ -70,6 +81,8 @@ class KeptEndpoint(Responder):
         if fields.get("background") and fields.get("store") is False:
             raise ApiError("unsupported_value", "store must be true with background=true, or left out", param="store")
         head = self._head(body, key, fields, headers, visit.tenant.name, visit.deadline, state[ANSWER_LOG])
+        if key is not None:
+            head = structs.replace(head, asked=blake2b(asked, digest_size=16).digest())
         await until_disconnect(receive, self._kept(head, fields, behind, state, answer), answer)
 
     async def _fields(self, body: bytes, key: str | None, tenant: str) -> Mapping[str, Any]:
@@ -77,6 +90,24 @@ class KeptEndpoint(Responder):
         if key is None and not any(name in body for name in _OF_KEPT):
             return {}
         return await self._services.thread_pool.run(len(body), lambda: parse_json(body), tenant)
+
+    async def _continued(self, store: ResponseStore, fields: Mapping[str, Any], tenant: str) -> Mapping[str, Any]:
+        """Return the fields with the input and the output of the previous response before their own input.
+
+        Raises `ApiError`: 404 where it is not kept, 400 where it has not ended well.
+        """
+        name, param = fields["previous_response_id"], "previous_response_id"
+        try:
+            async with store.found(name, tenant) as (head, view):
+                await view.whole()
+                before, last = parse_json(head.body), json.decode(view.response or b"{}")
+        except ApiError as error:
+            error.param = param
+            raise
+        if last.get("status") not in ("completed", "incomplete"):
+            message = f"{param}: that response has ended as {last.get('status')!r}; name one that is complete"
+            raise ApiError("invalid_value", message, param=param, status=400)
+        return {**fields, "input": [*_items(before.get("input")), *last["output"], *_items(fields.get("input"))]}
 
     def _head(
         self,
@@ -89,17 +120,16 @@ class KeptEndpoint(Responder):
         log: AnswerLog,
     ) -> Head:
         prefix, now = PREFIXES[self._path], time.time()
-        name, asked, seed = prefix + secrets.token_hex(16), b"", None
+        name, seed = prefix + secrets.token_hex(16), None
         if key is not None:
             digest = blake2b(f"{self._path}\n{tenant}\n{key}".encode(), digest_size=24).digest()
             name, seed = prefix + digest[:16].hex(), int.from_bytes(digest[16:]) >> 1
-            asked = blake2b(body, digest_size=16).digest()
         elif log.facts is not None:
             name = log.facts.request_id
         left = None if deadline is None else now + deadline - asyncio.get_running_loop().time()
         background = self._path == RESPONSES and fields.get("background") is True
         session = headers.get(SESSION_HEADER, "")
-        return Head(name, self._path, body, tenant, now, asked, seed, background, left, session)
+        return Head(name, self._path, body, tenant, now, b"", seed, background, left, session)
 
     async def _kept(
         self, head: Head, fields: Mapping[str, Any], behind: int | None, state: Mapping[str, Any], answer: Answer
@@ -229,6 +259,11 @@ async def send_whole(view: AnswerView, answer: Answer) -> Give | None:
     others = [(name, value) for name, value in view.headers if name not in (b"content-type", b"content-length")]
     await answer.json(view.status, view.body, others)
     return None
+
+
+def _items(given: Any) -> list[Any]:
+    """Return the items of an input; what is neither a text nor a list is left to the validation of the field."""
+    return given if isinstance(given, list) else [{"role": "user", "content": given}]
 
 
 def _lost() -> ApiError:

@@ -163,6 +163,9 @@ class ResponseFields(Fields):
     store: bool | None = note(
         "true: the answer can be fetched for --response-retention seconds; default false, with background true"
     )
+    previous_response_id: str | None = note(
+        "a response that is kept and has ended: its input and output come before the input; its instructions do not"
+    )
     truncation: Literal["disabled"] | None = note("only disabled: what is too long is refused")
     metadata: Labels | None = note("labels: echoed, not stored")
     user: Label | None = note("a label: echoed, not stored")
@@ -191,7 +194,6 @@ REFUSED_RESPONSE: Mapping[str, Refusal] = {
         name: Refusal(one.neutral, _ELSEWHERE) if "structured_outputs" in one.instead else one
         for name, one in EXTENSIONS.items()
     },
-    "previous_response_id": Refusal((), _STATELESS),
     "conversation": Refusal((), _STATELESS),
     "prompt": Refusal((), "stored prompts do not exist here; send input and instructions"),
     "max_tool_calls": Refusal((), "it bounds tools that the server runs, and there are none", (int,)),

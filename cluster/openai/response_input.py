@@ -60,7 +60,7 @@ class ResponseCall:
 def parse_response(fields: Mapping[str, Any], model: ServedModel, keeps: bool = False) -> ResponseCall:
     """Check a call; raises `ApiError` or `InvalidRequestError` that names the first wrong field.
 
-    keeps: whether the answer is kept, which some fields need.
+    keeps: whether the answer is kept, which some fields need. The input of a previous response is already in `input`.
     """
     extras = {name: fields[name] for name in EXTRAS if name in fields}
     own = {name: value for name, value in fields.items() if name not in extras}

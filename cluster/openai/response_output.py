@@ -382,7 +382,7 @@ class ResponseBody:
             "prompt_cache_key": fields.prompt_cache_key,
             "background": bool(fields.background),
             "store": bool(fields.store or fields.background),
-            "previous_response_id": None,
+            "previous_response_id": fields.previous_response_id,
             "service_tier": "default",
         }
 

@@ -302,7 +302,7 @@ async def test_settings_reach_the_engine(model):
 
 BAD = [
     ({"store": "yes"}, "store"),
-    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"previous_response_id": 1}, "previous_response_id"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"background": "yes"}, "background"),
     ({"prompt": {"id": "p"}}, "prompt"),

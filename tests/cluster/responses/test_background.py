@@ -186,10 +186,12 @@ async def test_a_wrong_request_is_refused_at_once_and_not_kept(model):
         assert answer.json()["error"]["param"] == "background"
 
 
-@pytest.mark.parametrize("field", ["background", "store"])
-async def test_where_nothing_is_kept_it_is_refused_by_name(model, field):
+@pytest.mark.parametrize(
+    ("field", "value"), [("background", True), ("store", True), ("previous_response_id", "resp_1")]
+)
+async def test_where_nothing_is_kept_it_is_refused_by_name(model, field, value):
     async with client_for(app_for(saying(model, "hello"), model, response_retention=0)) as client:
-        answer = await client.post("/v1/responses", json={"model": MODEL, "input": "hi", field: True})
+        answer = await client.post("/v1/responses", json={"model": MODEL, "input": "hi", field: value})
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == field
         assert "--response-retention" in answer.json()["error"]["message"]
@@ -224,3 +226,39 @@ async def test_a_wrong_query_is_refused_by_name(model, query):
         answer = await client.get(f"/v1/responses/{name}?{query}")
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] in query
+
+
+async def test_a_conversation_goes_on_from_a_response_that_is_kept(model):
+    source = saying(model, "one")
+    async with client_for(app_for(source, model)) as client:
+        body = {"model": MODEL, "input": "first", "instructions": "be kind", "store": True}
+        first = (await client.post("/v1/responses", json=body)).json()
+        body = {"model": MODEL, "input": "second", "store": True, "previous_response_id": first["id"]}
+        second = (await client.post("/v1/responses", json=body)).json()
+        assert second["previous_response_id"] == first["id"]
+        items = [{"role": "user", "content": "third"}]
+        body = {"model": MODEL, "input": items, "previous_response_id": second["id"]}
+        third = await client.post("/v1/responses", json=body)
+        assert third.status_code == 200, third.text
+        talk = [
+            {"role": "user", "content": "first"},
+            {"role": "assistant", "content": "one"},
+            {"role": "user", "content": "second"},
+        ]
+        talk += [{"role": "assistant", "content": "one"}, {"role": "user", "content": "third"}]
+        await client.post("/v1/responses", json={"model": MODEL, "input": talk})
+    assert source.requests[2].prompt_token_ids == source.requests[3].prompt_token_ids
+
+
+async def test_a_conversation_cannot_go_on_from_what_is_not_there_or_failed(model):
+    source = saying(model, "one", hold=2)
+    async with client_for(app_for(source, model)) as client:
+        body = {"model": MODEL, "input": "more", "previous_response_id": "resp_1"}
+        answer = await client.post("/v1/responses", json=body)
+        assert answer.status_code == 404
+        assert answer.json()["error"]["param"] == "previous_response_id"
+        name = (await client.post("/v1/responses", json=asked())).json()["id"]
+        await client.post(f"/v1/responses/{name}/cancel")
+        answer = await client.post("/v1/responses", json=body | {"previous_response_id": name})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "previous_response_id"
