@@ -59,7 +59,7 @@ class AnswerKeeper:
         self._most_bytes = most_bytes
         self._copies: dict[str, _Copy] = {}
         self._waiting: dict[str, list[_Waiting]] = {}
-        self._forgotten: OrderedDict[str, None] = OrderedDict()
+        self._forgotten: OrderedDict[str, bytes] = OrderedDict()  # by name, the digest of what was dropped
         self._bytes = 0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -92,7 +92,7 @@ class AnswerKeeper:
         self._copies.clear()
 
     def _keep(self, session: RouterSession, said: Keep) -> None:
-        if said.name in self._forgotten:
+        if said.head and self._forgotten.get(said.name) == _digest(said.head):
             session.send(Superseded(said.name, said.epoch))
             return
         copy = self._copies.get(said.name)
@@ -149,11 +149,10 @@ class AnswerKeeper:
 
     def _forget(self, session: RouterSession, said: Forget) -> None:
         copy = self._copies.get(said.name)
-        if copy is None or copy.tenant == said.tenant:
-            self._forgotten[said.name] = None
+        if copy is not None and copy.tenant == said.tenant:
+            self._forgotten[said.name] = _digest(copy.head)
             while len(self._forgotten) > MOST_FORGOTTEN:
                 self._forgotten.popitem(last=False)
-        if copy is not None and copy.tenant == said.tenant:
             if copy.session is not None and copy.session is not session:
                 copy.session.send(Superseded(said.name, copy.epoch))
             self._drop(said.name)
@@ -209,6 +208,10 @@ class AnswerKeeper:
         if sessions:
             sessions[copy.offers % len(sessions)].send(Orphaned(name))
             copy.offers += 1
+
+
+def _digest(head: bytes) -> bytes:
+    return blake2b(head, digest_size=16).digest()
 
 
 def _rank(name: str, router_id: str) -> bytes:

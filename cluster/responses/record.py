@@ -56,18 +56,22 @@ _end = msgpack.Decoder(End).decode
 class Record:
     """All that is kept of one answer. notes: of its `AnswerLog`, in order. end: None while it runs.
 
-    epoch: rises whenever another router goes on with it. The fields of one are used on one event loop.
+    epoch: rises whenever another router goes on with it. size: bytes that it takes. Used on one event loop.
     """
 
     head: Head
     notes: list[bytes] = field(default_factory=list)
     end: End | None = None
     epoch: int = 0
+    size: int = 0
 
-    @property
-    def size(self) -> int:
-        """Bytes that it takes."""
-        return len(self.head.body) + sum(map(len, self.notes))
+    def __post_init__(self) -> None:
+        self.size = len(self.head.body) + sum(map(len, self.notes))
+
+    def add(self, note: bytes) -> None:
+        """Keep one more note."""
+        self.notes.append(note)
+        self.size += len(note)
 
     def log(self, kept: Kept) -> AnswerLog:
         """Return the log of an answer that goes on behind what is kept of it."""

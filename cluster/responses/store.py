@@ -243,7 +243,7 @@ class ResponseStore:
         """Keep what is new of an answer; return whether there was something."""
         note = None if one.view is None else one.view.log.take()
         if note is not None:
-            one.record.notes.append(note)
+            one.record.add(note)
         size = one.size if self._owned.get(one.record.head.name) is one else 0
         self._bytes += size - one.counted
         one.counted = size

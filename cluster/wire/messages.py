@@ -273,7 +273,7 @@ class Fetch(Packed, tag=9, frozen=True):
 
 
 class Forget(Packed, tag=10, frozen=True):
-    """Drop an answer of a tenant's, and take it in no more; whoever makes it is told."""
+    """Drop an answer of a tenant's; whoever makes it is told. It is taken in no more, but another by its name is."""
 
     name: Name
     tenant: Name

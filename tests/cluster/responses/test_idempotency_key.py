@@ -1,9 +1,12 @@
 """A repeated key joins the answer of the first request, or goes on with its stream."""
 
 import asyncio
+import json
 
 import pytest
 
+from cluster.errors import ApiError
+from tests.cluster.ingress.test_answers_made_again import GoingOn
 from tests.openai_app import MODEL, app_for, client_for, saying, served_model
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -118,3 +121,19 @@ async def test_where_nothing_is_kept_a_key_is_refused(model):
         answer = await client.post("/v1/chat/completions", json=CHAT, headers=KEY)
         assert answer.status_code == 400
         assert "--response-retention" in answer.json()["error"]["message"]
+
+
+async def test_an_answer_that_failed_for_now_is_gone_on_with_by_the_next_request(model):
+    failure = ApiError("replica_lost", "lost")
+    tokens = [*model.tokenizer.encode("hello world"), model.tokenizer.eos_token_id]
+    source = GoingOn(lambda *_: tokens, eos=tokens[-1], hold=4, error=failure)
+    async with client_for(app_for(source, model)) as client:
+        first = (await client.post("/v1/chat/completions", json=CHAT, headers=KEY)).text
+        assert '"code":"replica_lost"' in first
+        source.hold = None
+        again = (await client.post("/v1/chat/completions", json=CHAT, headers=KEY)).text
+    had = first.rpartition("id: ")[0]
+    assert again.startswith(had)
+    assert again.endswith("data: [DONE]\n\n")
+    said = [json.loads(line.removeprefix("data: ")) for line in again.splitlines() if line.startswith("data: {")]
+    assert "".join([one["choices"][0]["delta"].get("content", "") for one in said]) == "hello world"

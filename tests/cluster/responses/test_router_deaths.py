@@ -266,3 +266,17 @@ async def test_a_router_whose_replicas_are_gone_does_not_say_that_a_response_is(
             answer = await client.get("/v1/responses/resp_1")
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "no_replica"
+
+
+async def test_a_key_is_free_again_after_its_answer_was_deleted(tmp_path):
+    async with RouterLab(tmp_path) as lab:
+        one, two = lab.routers
+        headers = {"idempotency-key": "one"}
+        async with client_of(one) as client, client_of(two) as other:
+            for _ in range(3):
+                body = ASKED | {"background": False, "store": True}
+                first = (await client.post("/v1/responses", json=body, headers=headers)).json()
+                assert first["status"] == "incomplete"
+                assert (await other.delete(f"/v1/responses/{first['id']}")).status_code == 200
+                while (await client.get(f"/v1/responses/{first['id']}")).status_code != 404:
+                    await asyncio.sleep(0.001)
