@@ -23,10 +23,12 @@ from cluster.client_id import SESSION_HEADER
 from cluster.errors import ApiError
 from cluster.http.asgi import Answer, read_body, until_disconnect
 from cluster.http.endpoints import Endpoint, Responder, Services
-from cluster.openai.validation import parse_json
+from cluster.openai.response_fields import REFUSED_QUERY, ResponseQuery
+from cluster.openai.validation import checked_fields, parse_json
 from cluster.responses.record import Head
 from cluster.responses.store import ResponseStore
 from cluster.responses.view import AnswerView
+from engine.errors import InvalidRequestError
 
 KEY_HEADER, LAST_HEADER = "idempotency-key", "last-event-id"
 LONGEST_KEY = 255
@@ -178,16 +180,16 @@ class KeptResponseEndpoint(Responder):
             body = {"id": name, "object": "response", "deleted": True}
             await answer.json(200, json.encode(body))
             return
-        query = QueryParams(scope["query_string"])
-        behind = -1 if self._cancels else _starting_after(query)
+        query = ResponseQuery() if self._cancels else _query(scope)
         if self._cancels:
             await store.cancel(name, tenant)
         async with store.found(name, tenant) as (found, view):
             while not ((view.response and view.current) or view.over):
                 await view.changed()
             _show(view, state["exchange"], state[ANSWER_LOG])
-            streams = not self._cancels and _truth(query, "stream")
-            give: Give = partial(send_events, behind=behind) if streams else partial(send_response, wait=False)
+            give: Give = partial(send_response, wait=False)
+            if query.stream:
+                give = partial(send_events, behind=-1 if query.starting_after is None else query.starting_after)
             head, moved = found, await give(view, answer)
         if moved is not None:
             await _give_elsewhere(store, head, moved, answer)
@@ -289,22 +291,21 @@ def _last_event(headers: Headers) -> int | None:
     return int(found)
 
 
-def _starting_after(query: QueryParams) -> int:
-    found = query.get("starting_after")
-    if found is None:
-        return -1
-    if not _truth(query, "stream"):
-        raise _refused("starting_after", "is taken only with stream=true")
-    if not (found.isdecimal() and found.isascii() and len(found) < 10):
-        raise _refused("starting_after", "must be the sequence_number of an event, such as 12")
-    return int(found)
-
-
-def _truth(query: QueryParams, name: str) -> bool:
-    found = query.get(name, "false")
-    if found not in ("true", "false"):
-        raise _refused(name, f"must be true or false, not {found[:50]!r}")
-    return found == "true"
+def _query(scope: Scope) -> ResponseQuery:
+    """Return the query of a request; raises `InvalidRequestError` naming the first wrong parameter."""
+    given: dict[str, Any] = {}
+    for name, value in QueryParams(scope["query_string"]).multi_items():
+        if name in given:
+            raise InvalidRequestError(f"{name} may be given once", name)
+        given[name] = value
+        if name == "stream" and value in ("true", "false"):
+            given[name] = value == "true"
+        elif name == "starting_after" and value.isdecimal() and value.isascii() and len(value) < 10:
+            given[name] = int(value)
+    found = checked_fields(ResponseQuery, given, REFUSED_QUERY)
+    if found.starting_after is not None and not found.stream:
+        raise InvalidRequestError("starting_after is allowed only with stream=true", "starting_after")
+    return found
 
 
 def _refused(name: str, message: str, code: str = "invalid_value") -> ApiError:

@@ -180,6 +180,12 @@ class ResponseQuery(Fields):
     starting_after: int | None = note("only with stream: the sequence_number of the last event that came", 0, _MAX)
 
 
+REFUSED_QUERY: Mapping[str, Refusal] = {
+    "include": Refusal((), "send include with the request that begins the response"),
+    "include_obfuscation": Refusal(("false",), "nothing is added to events"),
+}
+
+
 # All fields together, for the API document.
 ResponseRequest: type[ResponseFields] = create_model(
     "ResponseRequest",

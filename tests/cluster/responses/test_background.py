@@ -219,7 +219,17 @@ async def test_tenants_see_their_own(model):
         assert (await client.delete(path, headers=ann)).status_code == 200
 
 
-@pytest.mark.parametrize("query", ["starting_after=3", "stream=true&starting_after=x", "stream=maybe"])
+@pytest.mark.parametrize(
+    "query",
+    [
+        "starting_after=3",
+        "stream=true&starting_after=x",
+        "stream=maybe",
+        "include=a",
+        "stream=true&stream=true",
+        "x=1",
+    ],
+)
 async def test_a_wrong_query_is_refused_by_name(model, query):
     async with client_for(app_for(saying(model, "hello"), model)) as client:
         name = (await client.post("/v1/responses", json=asked())).json()["id"]
