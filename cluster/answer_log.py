@@ -7,12 +7,13 @@ the answer again from the same facts and the same chunks, and so to the same byt
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec import Struct, msgpack
 
-from cluster.token_source import TokenChunk
+from cluster.token_source import TokenChunk, do_nothing
 from engine.report import TokenLogprob
 
 NOTE = "squadron.note"  # type of a router's message that is for the ingress alone
@@ -59,13 +60,34 @@ _encode = msgpack.Encoder().encode
 _decode = msgpack.Decoder(_Note).decode
 
 
+@dataclass
+class Kept:
+    """How an answer is made that the server keeps: its frames and their numbers depend on its tokens alone.
+
+    request_id: what it goes by. seed: of one whose client gave none; None = random. background: its client waits for
+    no token. coming: what another router has of it behind `AnswerLog.past`, instead of computing it; None = computes
+    it. completed_at: when it was complete, where that is known (seconds since 1970). cancelled: it ends because its
+    client wants it no more. on_begun: called when the request was accepted.
+    """
+
+    request_id: str
+    seed: int | None = None
+    background: bool = False
+    coming: Callable[[], AsyncIterator[tuple[int, TokenChunk]]] | None = None
+    completed_at: int | None = None
+    cancelled: bool = False
+    on_begun: Callable[[], None] = do_nothing
+
+
 class AnswerLog:
     """What must be known of one answer to go on with it elsewhere. Used on one event loop.
 
     continues: whether an earlier router had the request, and was lost. facts: of the answer, None until some router
     knew them. past: number of the request and chunk, in order, as the earlier routers had them. elapsed: seconds
-    since the client sent the request to the first of them.
+    since the client sent the request to the first of them. kept: of an answer that the server keeps, None of others.
     """
+
+    kept: Kept | None = None
 
     def __init__(self, notes: Sequence[bytes] | None = None, elapsed: float = 0.0) -> None:
         self.continues = notes is not None

@@ -26,6 +26,7 @@ from cluster.config_values import (
     HostNames,
     Names,
     Origins,
+    Retention,
     ScalingSettings,
     Seconds,
     Sizes,
@@ -145,6 +146,8 @@ class ClusterConfig(ServedModelConfig):
         the same node, the node's own address for others.
     stall_timeout: seconds without a report or heartbeat after which a router leaves a replica.
     router_wait: seconds that an answer waits for another router where its own is lost, then `router_lost`.
+    response_retention: seconds for which responses that are stored, or run in the background, and answers to requests
+        with an `Idempotency-Key` are kept after their end; 0 = none is, and requests for that are refused.
     drain_timeout: seconds that Serve waits for the streams of a stopping router or replica. A replica's go on
         elsewhere after 30 s if another replica has the same model.
     max_surge_percent: copies that an update may start beyond `replicas` before it stops old ones, as in Serve, which
@@ -179,6 +182,7 @@ class ClusterConfig(ServedModelConfig):
     link_host: str | None = None
     stall_timeout: Seconds = 3.0
     router_wait: Seconds = 60.0
+    response_retention: Retention = 600.0
     drain_timeout: Seconds = 600.0
     max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = None
     update_failure_action: Annotated[str, one_of(FAILURE_ACTIONS)] = "rollback"

@@ -61,6 +61,12 @@ class Tenancy:
             return OPEN
         return self._keys.ring.tenant_of(bearer_key(authorization))
 
+    def holder(self, name: str) -> Tenant:
+        """Return the tenant of this name; one without quotas where no key of it is valid any more."""
+        if self._keys is None:
+            return OPEN
+        return self._keys.ring.holder(name) or Tenant(name)
+
     async def watch(self) -> None:
         """Keep the keys up to date until cancelled."""
         if self._keys is not None:
@@ -113,6 +119,7 @@ class Visit:
         self._admission: AdmissionQueue | None = None
         self._charged = charged
         self._output_tokens = 0
+        self._outlives_door = False
         self._outcome = "admitted"
         self._closed = False
 
@@ -122,7 +129,12 @@ class Visit:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.close()
+        if not self._outlives_door:
+            await self.close()
+
+    def outlive(self) -> None:
+        """Have whoever called this close the visit, later than the block ends that it was opened for."""
+        self._outlives_door = True
 
     def ask(self, model: str, admission: AdmissionQueue) -> None:
         """Note which model is asked, before anything is charged. admission: the queue of the model's."""

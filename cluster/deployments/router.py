@@ -50,6 +50,7 @@ from cluster.lifecycle.shared_quotas import SharedQuotas
 from cluster.lifecycle.updates import StartupWait, UpdateFailedError
 from cluster.openai.served_model import ServedModel
 from cluster.replica.orphans import watch_parent
+from cluster.router.answer_copies import AnswerCopies
 from cluster.router.live_model import LiveModel
 from cluster.router.metrics import StartCollector
 from cluster.router.models import Models, served_model
@@ -179,6 +180,8 @@ class RouterHost:
             store=self._store,
             sites=Sites(tenancy.keyed, config.host, config.allowed_hosts, config.allowed_origins),
             drain=drain,
+            response_retention=config.response_retention,
+            copies=AnswerCopies([live.dispatcher for live in self._live], config.response_retention),
         )
         publisher = RayPublisher((Source.ROUTER,), {"router": self._router_id}, config.metrics_compat is not None)
         Publishing(on_loop(metrics.registry.collect), publisher, publish_period()).start()

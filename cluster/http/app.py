@@ -25,6 +25,7 @@ from cluster.http.batch_routes import BatchRoutes, FileRoutes
 from cluster.http.drain_route import DrainNode, drain_route
 from cluster.http.endpoints import (
     EmbeddingsEndpoint,
+    Endpoint,
     GenerationEndpoint,
     ResponsesEndpoint,
     Services,
@@ -33,6 +34,7 @@ from cluster.http.endpoints import (
     tokenize,
 )
 from cluster.http.gate import Gate
+from cluster.http.kept_answers import KeptEndpoint, KeptResponseEndpoint
 from cluster.http.openapi import openapi
 from cluster.http.sites import Sites
 from cluster.http.storage import FileThreads, Stored
@@ -41,12 +43,15 @@ from cluster.openai.frames import ChatFrames, CompletionFrames
 from cluster.openai.served_model import ServedModel
 from cluster.openai.thread_pool import FairThreadPool
 from cluster.openai.validation import parse_chat, parse_completion
+from cluster.responses.copies import Copies
+from cluster.responses.store import ResponseStore
 from cluster.router.metrics import TenantCollector
 from cluster.router.models import ModelFront, Models
 from cluster.router.why import why
 from cluster.telemetry.metrics import CONTENT_TYPE, Metrics
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
+RESPONSE_RETENTION = 600.0
 ReadyBody = Mapping[str, Any]
 
 
@@ -61,6 +66,8 @@ def build_app(
     store: Store | None = None,
     sites: Sites | None = None,
     drain: DrainNode | None = None,
+    response_retention: float = RESPONSE_RETENTION,
+    copies: Copies | None = None,
 ) -> ASGIApp:
     """Return the OpenAI-compatible app.
 
@@ -69,14 +76,17 @@ def build_app(
     keys and quotas; None = open to all. max_body_bytes: larger requests get a 413 before they are held.
     names_answers: False where what carries the app puts `x-request-id` on answers itself (Ray Serve does, and two
     would be one wrong value to clients). store: of files and batches; None = none are kept, and their routes say so.
-    sites: names that the server goes by, and sites whose pages may use it; None = as on loopback.
+    sites: names that the server goes by, and sites whose pages may use it; None = as on loopback. response_retention:
+    seconds for which answers that are to be kept are, after their end; 0 = none is. copies: of them, for other
+    routers; None = nobody has any.
     drain: announces that a node ends (`POST /drain`); None = there are no nodes.
     """
     tenancy = tenancy or Tenancy()
     metrics.register(TenantCollector(tenancy, models, metrics))
     services, stored = Services(models, FairThreadPool(), max_body_bytes), Stored(store)
+    kept = ResponseStore(tenancy, response_retention, copies) if response_retention else None
     routes = [
-        *_endpoint_routes(services),
+        *_endpoint_routes(services, kept),
         *FileRoutes(stored).routes(),
         *BatchRoutes(stored, services.thread_pool, max_body_bytes).routes(),
         *_model_routes(models),
@@ -88,18 +98,20 @@ def build_app(
     if drain is not None:
         routes.append(drain_route(drain, tenancy.keyed))
     threads = (services.thread_pool, stored.threads)
-    app = Starlette(routes=routes, lifespan=partial(_lifespan, tenancy, threads), exception_handlers=_ERRORS)
+    app = Starlette(routes=routes, lifespan=partial(_lifespan, tenancy, kept, threads), exception_handlers=_ERRORS)
     app.router.redirect_slashes = False
     return Gate(app, metrics, tenancy, names_answers, sites)
 
 
 @asynccontextmanager
 async def _lifespan(
-    tenancy: Tenancy, threads: Sequence[FairThreadPool | FileThreads], _: Starlette
+    tenancy: Tenancy, kept: ResponseStore | None, threads: Sequence[FairThreadPool | FileThreads], _: Starlette
 ) -> AsyncGenerator[None, None]:
     """Watch the file of keys while the app runs, and end its threads with it."""
     watcher = asyncio.create_task(tenancy.watch())
     yield
+    if kept is not None:
+        kept.close()
     watcher.cancel()
     with suppress(asyncio.CancelledError):
         await watcher
@@ -107,16 +119,26 @@ async def _lifespan(
         each.close()
 
 
-def _endpoint_routes(services: Services) -> list[Route]:
-    endpoints = {
+def _endpoint_routes(services: Services, kept: ResponseStore | None) -> list[Route]:
+    generating: dict[str, Endpoint] = {
         "/v1/completions": GenerationEndpoint(services, parse_completion, CompletionFrames),
         "/v1/chat/completions": GenerationEndpoint(services, parse_chat, ChatFrames),
-        "/v1/embeddings": EmbeddingsEndpoint(services),
         "/v1/responses": ResponsesEndpoint(services),
+    }
+    if kept is not None:
+        kept.serve(generating)
+    endpoints: dict[str, ASGIApp] = {
+        **{path: KeptEndpoint(one, services, path, kept) for path, one in generating.items()},
+        "/v1/embeddings": EmbeddingsEndpoint(services),
         "/tokenize": TokensEndpoint(services, tokenize),
         "/detokenize": TokensEndpoint(services, detokenize),
     }
-    return [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
+    one = "/v1/responses/{response_id}"
+    return [
+        *[Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()],
+        Route(one, KeptResponseEndpoint(kept), methods=["GET", "DELETE"]),
+        Route(f"{one}/cancel", KeptResponseEndpoint(kept, cancels=True), methods=["POST"]),
+    ]
 
 
 async def _why(models: Models, request: Request) -> Response:

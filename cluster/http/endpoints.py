@@ -30,12 +30,13 @@ from cluster.openai.generation import MANY_LOGPROBS, Generation, built, whole_bo
 from cluster.openai.refusals import Refusal
 from cluster.openai.request_fields import DetokenizeFields, TokenizeFields
 from cluster.openai.response_input import ResponseCall, our_name, parse_response, renamed
-from cluster.openai.response_output import ResponseWriter
+from cluster.openai.response_output import ResponseWriter, response_cancelled
 from cluster.openai.served_model import ServedModel
 from cluster.openai.thread_pool import FairThreadPool
 from cluster.openai.validation import checked_fields, parse_json, refuse_other_models
 from cluster.router.models import ModelFront, Models
 from cluster.telemetry.logs import about
+from cluster.telemetry.metrics import NoTrack
 from engine.errors import InvalidRequestError, redacted
 from engine.request import Request
 
@@ -129,11 +130,9 @@ class Endpoint(Responder):
         exchange, visit = scope["state"]["exchange"], scope["state"]["visit"]
         body = await read_body(scope, receive, self._services.max_body_bytes, visit.deadline)
         log = scope["state"][ANSWER_LOG]
-        await until_disconnect(receive, self._take(body, answer, exchange, visit, log), answer)
+        await until_disconnect(receive, self.take(body, answer, exchange, visit, log), answer)
 
-    async def _take(
-        self, body: bytes, answer: Answer, exchange: dict[str, str], visit: Visit, log: AnswerLog
-    ) -> None:
+    async def take(self, body: bytes, answer: Answer, exchange: dict[str, str], visit: Visit, log: AnswerLog) -> None:
         """Find out which model is asked, and answer."""
         services = self._services
         fields = await services.thread_pool.run(len(body), lambda: parse_json(body), visit.tenant.name)
@@ -186,7 +185,11 @@ async def begun(incoming: Incoming, call: Call, requests: Sequence[Request]) -> 
     exchange["client_id"] = exchange["client_id"] or call.client_id
     incoming.report_ignored(call.ignored)
     await visit.charge_prompt(sum([len(request.prompt_token_ids) for request in requests]))
-    track = front.metrics.track(requests, visit.charge_output)
+    kept = incoming.log.kept
+    if kept is not None:
+        kept.on_begun()
+    made_again = kept is not None and kept.coming is not None
+    track = NoTrack() if made_again else front.metrics.track(requests, visit.charge_output)
     return Generation(call, requests, front.model.tokenizer, visit.source, track, incoming.log)
 
 
@@ -212,20 +215,32 @@ async def _stream(
 
 
 class ResponsesEndpoint(Endpoint):
-    """`POST /v1/responses`, streaming and not. The server keeps nothing of a response."""
+    """`POST /v1/responses`, streaming and not.
+
+    One that the server keeps is a stream, whatever its client asked for: a whole body is what its last event holds.
+    """
 
     async def _answer(self, incoming: Incoming, answer: Answer) -> None:
         model = incoming.front.model
         asked, requests = await self._worked(incoming, partial(_built_response, incoming))
-        call = asked.call
+        call, kept = asked.call, incoming.log.kept
         generation = await begun(incoming, call, requests)
-        writer = ResponseWriter(asked, model.model_id, model.tokenizer)
+        writer = ResponseWriter(asked, model.model_id, model.tokenizer, kept)
+        streams = call.stream or kept is not None
         try:
+            if kept is not None and kept.background:
+                await answer.events(writer.take())
             async with aclosing(generation.deltas()) as deltas:
                 async for delta in deltas:
                     writer.add(delta)
-                    if call.stream and not generation.catches_up:
+                    if streams and not generation.catches_up:
                         await answer.events(writer.take())
+        except asyncio.CancelledError:
+            if kept is None or not kept.cancelled:
+                raise
+            writer.fail(response_cancelled())
+            await answer.end(writer.take())
+            return
         except (ApiError, InvalidRequestError) as error:
             typed = call.clients_error(error)
             typed.param = None if typed.param is None else our_name(typed.param)
@@ -236,7 +251,7 @@ class ResponsesEndpoint(Endpoint):
             await answer.end(writer.take())
             return
         body = writer.end(generation.usage)
-        if call.stream:
+        if streams:
             await answer.end(writer.take())
         else:
             await answer.json(200, json.encode(body))
@@ -246,7 +261,7 @@ def _built_response(
     incoming: Incoming, fields: Mapping[str, Any], model: ServedModel
 ) -> tuple[ResponseCall, list[Request]]:
     try:
-        asked = parse_response(fields, model)
+        asked = parse_response(fields, model, keeps=incoming.log.kept is not None)
         call, requests = incoming.built(asked.call)
         return replace(asked, call=call), requests
     except InvalidRequestError as error:

@@ -19,7 +19,7 @@ from cluster.http.batch_routes import BatchFields, BatchListFields, FileFields, 
 from cluster.openai.embeddings import EmbeddingFields
 from cluster.openai.fields import Fields
 from cluster.openai.request_fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
-from cluster.openai.response_fields import ResponseRequest
+from cluster.openai.response_fields import ResponseQuery, ResponseRequest
 
 _REFS = "#/components/schemas/{model}"
 _STRING, _INTEGER = {"type": "string"}, {"type": "integer"}
@@ -116,6 +116,16 @@ def _page(items: dict[str, Any]) -> dict[str, Any]:
     )
 
 
+_RESPONSE_USAGE = _object(input_tokens=_INTEGER, output_tokens=_INTEGER, total_tokens=_INTEGER)
+_KEPT = _object(
+    id=_STRING,
+    object={"const": "response"},
+    created_at=_INTEGER,
+    status={"enum": ["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]},
+    model=_STRING,
+    output=_list({"type": "object"}),
+    usage={"anyOf": [_RESPONSE_USAGE, {"type": "null"}]},
+)
 STORAGE_OPERATIONS: Sequence[Operation] = (
     Operation("/v1/files", "Upload the input of batches.", _FILE, FileFields, form=True),
     Operation("/v1/files", "List files.", _page(_FILE), query=FileListFields),
@@ -149,18 +159,28 @@ OPERATIONS: Sequence[Operation] = (
     ),
     Operation(
         "/v1/responses",
-        "Answer a conversation, without keeping it.",
+        "Answer a conversation; keep the answer where store or background asks for it.",
         _object(
             id=_STRING,
             object={"const": "response"},
             created_at=_INTEGER,
-            status={"enum": ["completed", "incomplete"]},
+            status={"enum": ["queued", "in_progress", "completed", "incomplete"]},
             model=_STRING,
             output=_list({"type": "object"}),
-            usage=_object(input_tokens=_INTEGER, output_tokens=_INTEGER, total_tokens=_INTEGER),
+            usage={"anyOf": [_RESPONSE_USAGE, {"type": "null"}]},
         ),
         ResponseRequest,
         streams=True,
+    ),
+    Operation(
+        "/v1/responses/{response_id}", "Fetch a response that is kept.", _KEPT, query=ResponseQuery, streams=True
+    ),
+    Operation("/v1/responses/{response_id}/cancel", "End a response that runs.", _KEPT, verb="post"),
+    Operation(
+        "/v1/responses/{response_id}",
+        "Delete a response.",
+        _object(id=_STRING, object={"const": "response"}, deleted={"const": True}),
+        verb="delete",
     ),
     Operation(
         "/v1/embeddings",

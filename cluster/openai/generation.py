@@ -26,6 +26,7 @@ from cluster.openai.choices import (
 )
 from cluster.openai.frames import Frames
 from cluster.openai.served_model import ServedModel
+from cluster.openai.token_order import token_by_token
 from cluster.telemetry.metrics import RequestTrack
 from cluster.token_source import TokenChunk, TokenSource
 from engine.request import Request
@@ -100,7 +101,7 @@ class Generation:
         """Yield deltas as they come until every choice is done; raises the `ApiError` that ended the call."""
         reason = "abort"
         try:
-            async with aclosing(self._chunks()) as chunks:
+            async with aclosing(self._ordered()) as chunks:
                 async for number, chunk in chunks:
                     if chunk.prompt_logprobs:
                         self.prompts[number].logprobs += chunk.prompt_logprobs
@@ -137,6 +138,15 @@ class Generation:
                 self._source.finish_choice(self._requests[number].request_id, chunk.choice)
         return delta
 
+    def _ordered(self) -> AsyncGenerator[tuple[int, TokenChunk], None]:
+        """Return what comes; of an answer that is kept in an order that its tokens alone decide."""
+        if self._log.kept is None:
+            return self._chunks()
+        order = [(number, choice) for number in range(len(self._requests)) for choice in range(self._n)]
+        return token_by_token(
+            self._chunks(), order, lambda number, choice: self._choices[number * self._n + choice].done
+        )
+
     async def _chunks(self) -> AsyncGenerator[tuple[int, TokenChunk], None]:
         """Yield what an earlier router has had, then what comes."""
         past = self._log.past
@@ -145,6 +155,11 @@ class Generation:
             if i % REPLAYED_AT_ONCE == 0:
                 await asyncio.sleep(0)  # others have their turn: their clients wait, too
             yield number, chunk
+        if self._log.kept is not None and self._log.kept.coming is not None:
+            async with aclosing(_walk(self._log.kept.coming())) as coming:
+                async for number, chunk in coming:
+                    yield number, chunk
+            return
         self._replays = False
         async with aclosing(self._new_chunks(self._unfinished())) as chunks:
             async for number, chunk in chunks:
@@ -176,7 +191,8 @@ class Generation:
     def _rest(self, number: int, log: Mapping[int, list[int]]) -> Request | None:
         """Return request `number` as it goes on behind the output tokens of its choices, None where all are done."""
         first = number * self._n
-        open_ones = [c for c in range(self._n) if not self._choices[first + c].done]
+        ended = {chunk.choice for of, chunk in self._log.past if of == number and chunk.finish_reason is not None}
+        open_ones = [c for c in range(self._n) if not self._choices[first + c].done and c not in ended]
         if not open_ones:
             return None
         scored = len(self.prompts[number].logprobs)
@@ -193,6 +209,9 @@ def built(call: Call, model: ServedModel, log: AnswerLog) -> tuple[Call, list[Re
 
     Raises `ApiError` (`model_changed`) where that one made something else of the request.
     """
+    if (kept := log.kept) is not None:
+        drawn = call.seed if kept.seed is None or call.params.seed is not None else kept.seed
+        call = replace(call, request_id=kept.request_id, seed=drawn)
     if (begun := log.facts) is not None:
         call = replace(call, request_id=begun.request_id, created=begun.created, seed=begun.seed)
     requests = build_requests(call, model)
@@ -270,6 +289,10 @@ async def _pump(
     except Exception as caught:
         error = caught
     await queue.put((number, _End(error)))
+
+
+def _walk(coming: AsyncIterator[tuple[int, TokenChunk]]) -> AsyncGenerator[tuple[int, TokenChunk], None]:
+    return cast("AsyncGenerator[tuple[int, TokenChunk], None]", coming)
 
 
 def _closable(source: AsyncIterator[TokenChunk]) -> AsyncGenerator[TokenChunk, None]:

@@ -157,11 +157,33 @@ class ResponseFields(Fields):
     top_logprobs: int | None = note("0 to 20; only with include", 0, 20)
     stream: bool = note("server-sent events", default=False)
     stream_options: ResponseStreamOptions | None = note("only with stream")
+    background: bool | None = note(
+        "true: the answer goes on without its client, to be fetched at /v1/responses/{id}; needs --response-retention"
+    )
+    store: bool | None = note(
+        "true: the answer can be fetched for --response-retention seconds; default false, with background true"
+    )
+    previous_response_id: str | None = note(
+        "a response that is kept and has ended: its input and output come before the input; its instructions do not"
+    )
     truncation: Literal["disabled"] | None = note("only disabled: what is too long is refused")
     metadata: Labels | None = note("labels: echoed, not stored")
     user: Label | None = note("a label: echoed, not stored")
     safety_identifier: Label | None = note("a label: echoed, not stored")
     prompt_cache_key: Label | None = note("a label: requests go to the replica that has most of their prefix anyway")
+
+
+class ResponseQuery(Fields):
+    """The query of `GET /v1/responses/{response_id}`."""
+
+    stream: bool | None = note("true: the events of the response, those that are still to come as they come")
+    starting_after: int | None = note("only with stream: the sequence_number of the last event that came", 0, _MAX)
+
+
+REFUSED_QUERY: Mapping[str, Refusal] = {
+    "include": Refusal((), "send include with the request that begins the response"),
+    "include_obfuscation": Refusal(("false",), "nothing is added to events"),
+}
 
 
 # All fields together, for the API document.
@@ -171,17 +193,14 @@ ResponseRequest: type[ResponseFields] = create_model(
     **{name: (field.annotation, field) for name, field in ChatFields.model_fields.items() if name in EXTRAS},  # type: ignore[call-overload]  # pydantic types these keywords one by one
 )
 _ELSEWHERE = "use text.format, or chat completions, which have structured_outputs"
-_STATELESS = "nothing is stored here: send the whole conversation as input"
+_STATELESS = "conversations are not kept here: send the whole conversation as input"
 REFUSED_RESPONSE: Mapping[str, Refusal] = {
-    **OPENAI_CHAT,
+    **{name: one for name, one in OPENAI_CHAT.items() if name != "store"},
     **{
         name: Refusal(one.neutral, _ELSEWHERE) if "structured_outputs" in one.instead else one
         for name, one in EXTENSIONS.items()
     },
-    "store": Refusal((False,), "nothing is stored here; send store=false or leave it out"),
-    "previous_response_id": Refusal((), _STATELESS),
     "conversation": Refusal((), _STATELESS),
-    "background": Refusal((False,), "nothing is stored here; use stream"),
     "prompt": Refusal((), "stored prompts do not exist here; send input and instructions"),
     "max_tool_calls": Refusal((), "it bounds tools that the server runs, and there are none", (int,)),
     "access_programs": Refusal(),

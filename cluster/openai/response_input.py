@@ -57,14 +57,18 @@ class ResponseCall:
     call: Call
 
 
-def parse_response(fields: Mapping[str, Any], model: ServedModel) -> ResponseCall:
-    """Check a call; raises `ApiError` or `InvalidRequestError` that names the first wrong field."""
+def parse_response(fields: Mapping[str, Any], model: ServedModel, keeps: bool = False) -> ResponseCall:
+    """Check a call; raises `ApiError` or `InvalidRequestError` that names the first wrong field.
+
+    keeps: whether the answer is kept, which some fields need. The input of a previous response is already in `input`.
+    """
     extras = {name: fields[name] for name in EXTRAS if name in fields}
     own = {name: value for name, value in fields.items() if name not in extras}
     hints = Hints(model.strict_fields)
     checked = checked_fields(ResponseFields, own, REFUSED_RESPONSE, hints)
     refuse_other_models(checked.model, model)
     _check(checked, hints)
+    _check_kept(checked, keeps)
     found = messages_of(checked.input, checked.instructions, hints)
     try:
         call = parse_chat({**_as_chat(checked), "messages": found.messages, **extras}, model)
@@ -107,6 +111,17 @@ def _check(checked: ResponseFields, hints: Hints) -> None:
     for param, value in _hints_of(checked):
         if value is not None:
             hints.leave(InvalidRequestError(f"{param} is not supported by this server; leave it out", param))
+
+
+def _check_kept(checked: ResponseFields, keeps: bool) -> None:
+    if checked.background and checked.store is False:
+        raise InvalidRequestError(
+            "store must be true with background=true, or left out", "store", "unsupported_value"
+        )
+    for param, value in (("background", checked.background), ("store", checked.store)):
+        if value and not keeps:
+            message = f"{param}: this server keeps no responses, its --response-retention is 0; send false"
+            raise InvalidRequestError(message, param, "unsupported_value")
 
 
 def _hints_of(checked: ResponseFields) -> Iterator[tuple[str, str | None]]:

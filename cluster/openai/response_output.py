@@ -15,6 +15,7 @@ from typing import Any
 from msgspec import DecodeError, Raw, json
 from typing_extensions import override
 
+from cluster.answer_log import Kept
 from cluster.errors import ApiError
 from cluster.openai.choices import Delta, PlacedLogprob, TokenUsage
 from cluster.openai.frames import chat_logprobs
@@ -25,7 +26,13 @@ from engine.text.tokenizer import Tokenizer
 Emit = Callable[..., None]
 Logprobs = Callable[[Sequence[PlacedLogprob]], list[Raw]]
 Item = dict[str, Any]
+CANCELLED = "response_cancelled"
 _encode = json.Encoder().encode
+
+
+def response_cancelled() -> ApiError:
+    """Return what ends a response that its client wants no more."""
+    return ApiError(CANCELLED, "the response was cancelled", status=409, retryable=False)
 
 
 class ResponseWriter:
@@ -35,11 +42,13 @@ class ResponseWriter:
     not made to encode them.
     """
 
-    def __init__(self, asked: ResponseCall, model_id: str, tokenizer: Tokenizer) -> None:
-        self._streaming = asked.call.stream
+    def __init__(self, asked: ResponseCall, model_id: str, tokenizer: Tokenizer, kept: Kept | None = None) -> None:
+        """kept: of a response that the server keeps: it is streamed in any case."""
+        self._streaming = asked.call.stream or kept is not None
+        self._queued = kept is not None and kept.background
         self._top = asked.call.params.logprobs or 0
         self._tokenizer = tokenizer
-        self._body = ResponseBody(asked, model_id)
+        self._body = ResponseBody(asked, model_id, kept)
         self._frames: list[bytes] = []
         self._sequence = 0
         self._items: list[dict[str, Any]] = []
@@ -48,11 +57,18 @@ class ResponseWriter:
         self._tokens = 0
         self._reasoning_tokens = 0
         self._cut = False
-        self._emit("response.created", response=self._body.running())
-        self._emit("response.in_progress", response=self._body.running())
+        if self._queued:
+            self._emit("response.created", response=self._body.queued())
+            self._emit("response.queued", response=self._body.queued())
+        else:
+            self._emit("response.created", response=self._body.running())
+            self._emit("response.in_progress", response=self._body.running())
 
     def add(self, delta: Delta) -> None:
         """Take the next delta of the choice."""
+        if self._queued:
+            self._queued = False
+            self._emit("response.in_progress", response=self._body.running())
         self._tokens += len(delta.token_ids)
         self._cut = delta.finish_reason == "length"
         if delta.reasoning:
@@ -77,6 +93,9 @@ class ResponseWriter:
 
     def fail(self, error: ApiError) -> None:
         """End the stream with an error; clients that know none of the events find it as in other streams."""
+        if error.code == CANCELLED:
+            self._emit("response.cancelled", response=self._body.cancelled(self._items))
+            return
         self._emit("response.failed", response=self._body.failed(self._items, error))
         told = {"code": error.code, "message": error.message, "param": error.param}
         self._emit("error", **told, **error.body())
@@ -292,8 +311,9 @@ class CallItem(OpenItem):
 class ResponseBody:
     """Makes the bodies of one response as it goes on."""
 
-    def __init__(self, asked: ResponseCall, model_id: str) -> None:
+    def __init__(self, asked: ResponseCall, model_id: str, kept: Kept | None = None) -> None:
         self._asked = asked
+        self._kept = kept
         self.response_id = asked.call.request_id
         self._head = {
             "id": self.response_id,
@@ -306,13 +326,22 @@ class ResponseBody:
         """Return the body before anything is known."""
         return self._body("in_progress", [], None)
 
+    def queued(self) -> dict[str, Any]:
+        """Return the body before it has begun."""
+        return self._body("queued", [], None)
+
+    def cancelled(self, items: Sequence[Item]) -> dict[str, Any]:
+        """Return the last body of a response that its client wants no more."""
+        return self._body("cancelled", items, None)
+
     def ended(self, items: Sequence[Item], usage: dict[str, Any], cut: bool) -> dict[str, Any]:
         """Return the last body. cut: the output reached its limit."""
         body = self._body("incomplete" if cut else "completed", items, usage)
         if cut:
             body["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
-            body["completed_at"] = int(time.time())
+            at = None if self._kept is None else self._kept.completed_at
+            body["completed_at"] = int(time.time()) if at is None else at
         return body
 
     def failed(self, items: Sequence[Item], error: ApiError) -> dict[str, Any]:
@@ -351,9 +380,9 @@ class ResponseBody:
             "user": fields.user,
             "safety_identifier": fields.safety_identifier,
             "prompt_cache_key": fields.prompt_cache_key,
-            "background": False,
-            "store": False,
-            "previous_response_id": None,
+            "background": bool(fields.background),
+            "store": bool(fields.store or fields.background),
+            "previous_response_id": fields.previous_response_id,
             "service_tier": "default",
         }
 

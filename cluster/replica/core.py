@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from cluster.accounts.flight_recorder import FlightRecorder
 from cluster.admission.capacity import QueueState
+from cluster.replica.answer_keeper import AnswerKeeper
 from cluster.replica.engine_thread import EngineMaker, EngineThread
 from cluster.replica.grammar_start import Grammars, GrammarStart
 from cluster.replica.runs import RouterSession, Run, Runs
@@ -25,8 +26,11 @@ from cluster.wire.messages import (
     DamagedSubmitError,
     Explain,
     Explained,
+    Fetch,
     FinishChoice,
     FinishRow,
+    Forget,
+    Keep,
     Load,
     Ping,
     Rejected,
@@ -82,6 +86,7 @@ class ReplicaCore:
         self._sessions = RouterSessions(
             facts, self.incarnation, times or ReplicaTimes(), self._load, lambda: self.costs, self._runs, self._abort
         )
+        self._answers = AnswerKeeper(lambda: self._sessions.all)
         self._grammars = GrammarStart(grammars, self._on_compiled, self.on_rejected, self._engine.flight)
         self._best_effort = BestEffort()
         self._engine.start()
@@ -155,6 +160,7 @@ class ReplicaCore:
     async def close(self) -> None:
         """End all links and the engine."""
         self._sessions.close(CLOSED, "the replica stops")
+        self._answers.close()
         await self._grammars.close()
         if not await self._loop.run_in_executor(None, self._engine.stop):
             logger.error("replica %s: the engine thread did not end", self.facts.replica_id)
@@ -173,6 +179,7 @@ class ReplicaCore:
             logger.info("replica %s: router %s left: %s", self.facts.replica_id, link.router_id, error)
         finally:
             self._sessions.end(session, CLOSED, "the link is not served any more")
+            self._answers.left(session)
 
     def on_report(self, report: StepReport) -> None:
         """Send each router its share of one engine step."""
@@ -244,6 +251,8 @@ class ReplicaCore:
                 flight, now = self._engine.flight, self._clock()
                 events = [waited(event, now) for event in flight.of(name, tenant)]
                 session.send(Explained(ticket, events))
+            case Keep() | Fetch() | Forget():
+                self._answers.take(session, message)
             case Resync():
                 self._sessions.report_blocks(session)
             case Ping(requests, tokens, age, rate, submitted):

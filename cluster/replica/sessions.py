@@ -138,6 +138,11 @@ class RouterSessions:
         """What waits in the routers."""
         return together(session.queue for session in self._sessions.values())
 
+    @property
+    def all(self) -> list[RouterSession]:
+        """The routers' sessions, each with a link."""
+        return list(self._sessions.values())
+
     def get(self, router_id: str) -> RouterSession | None:
         """Return a router's session, None while it has no link."""
         return self._sessions.get(router_id)

@@ -22,9 +22,25 @@ from cluster.router.token_log import TokenLog
 from cluster.router.why import Explanation, Inquiries, explanation
 from cluster.token_source import NO_CONTEXT, CallContext, TokenChunk
 from cluster.wire.link import CLOSED, DAMAGED, ReplicaLink
-from cluster.wire.messages import Begun, Down, Draining, Explained, FinishChoice, Heartbeat, Ping, Rejected, Report
+from cluster.wire.messages import (
+    Begun,
+    Down,
+    Draining,
+    Explained,
+    Fetched,
+    FinishChoice,
+    Heartbeat,
+    Orphaned,
+    Ping,
+    Rejected,
+    Report,
+    Superseded,
+    Up,
+)
 from cluster.wire.translation import waited
 from engine.request import Request
+
+CopyMessage = Fetched | Orphaned | Superseded
 
 
 class Dispatcher:
@@ -56,6 +72,7 @@ class Dispatcher:
         )
         self._inquiries = Inquiries(self._replicas.send)
         self._deadlines = DeadlineTimers(self._loop, self._expire)
+        self._on_copies: Callable[[ReplicaHandle, CopyMessage], None] = lambda *_: None
         self._closing = False
         self._on_leaving: Callable[[str, bool], None] = lambda replica_id, _: self.remove_replica(replica_id)
         self._on_waiting: Callable[[], None] = lambda: None
@@ -139,6 +156,19 @@ class Dispatcher:
         """Note that a request waited in front of this, `waited` seconds, and never came in."""
         self._note_turn(request, waited)
         self._flight.note(request.request_id, Wait.DONE, outcome)
+
+    @property
+    def linked(self) -> list[ReplicaHandle]:
+        """The replicas whose links hold."""
+        return self._replicas.linked
+
+    def send(self, replica: ReplicaHandle, message: Up) -> None:
+        """Send a message whose loss does no harm; see `ReplicaSet.send`."""
+        self._replicas.send(replica, message)
+
+    def hold_copies(self, on_message: Callable[[ReplicaHandle, CopyMessage], None]) -> None:
+        """Have `on_message` called with what replicas say of copies of answers."""
+        self._on_copies = on_message
 
     async def explain(self, name: str, tenant: str | None = None) -> Explanation:
         """Return what this router and the replicas know of a request's waiting.
@@ -311,6 +341,8 @@ class Dispatcher:
                 self._reports.on_rejected(replica, message)
             case Explained():
                 self._inquiries.on_answer(replica, message)
+            case Fetched() | Orphaned() | Superseded():
+                self._on_copies(replica, message)
             case Draining(hand_over=hand_over):
                 replica.hands_over |= hand_over
                 self._on_leaving(replica.replica_id, hand_over)

@@ -48,7 +48,7 @@ class LiveModel:
         routers: Callable[[], int],
         rouse: Callable[[], bool],
     ) -> None:
-        self._dispatcher = Dispatcher(dispatcher_config(config))
+        self.dispatcher = self._dispatcher = Dispatcher(dispatcher_config(config))
         vocabulary = vocabulary_fingerprint(config.model, config.tokenizer)
         self._cold_start = config.scales_to_zero
         scaled = config.max_replicas is not None

@@ -253,6 +253,24 @@ class RequestTrack:
             self._metrics.served(request)
 
 
+class NoTrack(RequestTrack):
+    """Of an answer that is made again: whoever made it first has counted it."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        pass
+
+    def tokens(self, choice: int, count: int, again: bool = False) -> None:
+        """Note nothing."""
+
+    def ended(self, choice: int, reason: str) -> None:
+        """Note nothing."""
+
+    def close(self, reason: str) -> None:
+        """Note nothing."""
+
+
 class _Collectors(Collector):
     """Asks all others when Prometheus asks us, and puts together what they say of the same family."""
 

@@ -2,8 +2,8 @@
 
 A *stream key* is an integer that a router gives to one choice of one attempt to run a request. Keys rise over the
 router's life and are never used twice, so a late word about a former attempt cannot be taken for the present one.
-Going up (router to replica): Hello, Submit, Abort, FinishChoice, Ping, Resync, Explain. Coming down: Welcome, Report,
-Rejected, Heartbeat, Draining, Explained, Begun.
+Going up (router to replica): Hello, Submit, Abort, FinishChoice, Ping, Resync, Explain, Keep, Fetch, Forget. Coming
+down: Welcome, Report, Rejected, Heartbeat, Draining, Explained, Begun, Fetched, Orphaned, Superseded.
 """
 
 from __future__ import annotations
@@ -241,6 +241,44 @@ class Explain(Packed, tag=7, frozen=True):
     tenant: Name | None
 
 
+class Keep(Packed, tag=8, frozen=True):
+    """Keep a copy of an answer of this router's, or what is new of it (`cluster.responses.record`).
+
+    It replaces what another router said of a lower epoch, or of the same one under a lower name. head: b"" where it
+    was said before. first: index of the first of `notes` among all of the answer's. end: b"" while it runs.
+    retention: seconds to keep it after its end, or after the loss of its router.
+    """
+
+    name: Name
+    epoch: Count
+    tenant: Name
+    head: bytes
+    first: Count
+    notes: tuple[bytes, ...]
+    end: bytes = b""
+    retention: Seconds = 0.0
+
+
+class Fetch(Packed, tag=9, frozen=True):
+    """Tell what is kept of an answer behind its first `known` notes; the answer bears the same ticket.
+
+    tenant: it must be this one's; None = any. wait: seconds to wait for news where there are none.
+    """
+
+    ticket: Count
+    name: Name
+    tenant: Name | None
+    known: Count = 0
+    wait: Seconds = 0.0
+
+
+class Forget(Packed, tag=10, frozen=True):
+    """Drop an answer of a tenant's; whoever makes it is told. It is taken in no more, but another by its name is."""
+
+    name: Name
+    tenant: Name
+
+
 class Welcome(Packed, tag=11, frozen=True):
     """First message of a replica: who it is and what it runs. `num_kv_blocks` excludes the null block.
 
@@ -343,8 +381,36 @@ class Begun(Packed, tag=17, frozen=True):
     streams: list[Count]
 
 
-Up = Hello | Submit | Abort | FinishChoice | Ping | Resync | Explain
-Down = Welcome | Report | Rejected | Heartbeat | Draining | Explained | Begun
+class Fetched(Packed, tag=18, frozen=True):
+    """What is kept of an answer; without a name: nothing is. head: b"" where notes were known before.
+
+    more: there are further notes, which fetch as well.
+    """
+
+    ticket: Count
+    name: Name = ""
+    epoch: Count = 0
+    head: bytes = b""
+    notes: tuple[bytes, ...] = ()
+    end: bytes = b""
+    more: bool = False
+
+
+class Orphaned(Packed, tag=19, frozen=True):
+    """The router that made an answer is lost; this one is to go on with it."""
+
+    name: Name
+
+
+class Superseded(Packed, tag=20, frozen=True):
+    """What this router said of an answer is not kept any more: another one has it, in this epoch, or dropped it."""
+
+    name: Name
+    epoch: Count
+
+
+Up = Hello | Submit | Abort | FinishChoice | Ping | Resync | Explain | Keep | Fetch | Forget
+Down = Welcome | Report | Rejected | Heartbeat | Draining | Explained | Begun | Fetched | Orphaned | Superseded
 Message = Up | Down
 
 # How msgpack begins an array of so many elements (here: bytes of its header), and unsigned integers.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,6 +21,15 @@ with suppress(ImportError):  # Windows has none
 
 # A model may think for long before its first token; only connecting has a short limit.
 TIMEOUT = httpx.Timeout(connect=5.0, read=600.0, write=30.0, pool=5.0)
+
+
+KEY_HEADER, LAST_HEADER = "Idempotency-Key", "Last-Event-ID"
+PATIENCE = 60.0  # seconds for a server to come back in the middle of an answer
+PAUSE = 0.5  # seconds between two tries
+
+
+class BrokenOffError(SquadronError):
+    """An answer ended before it was complete; another try may bring the rest."""
 
 
 class ChatError(SquadronError):
@@ -40,13 +50,18 @@ class ChatOptions:
 
 @dataclass(slots=True)
 class ChatAnswer:
-    """One finished answer. seconds: from the first token to the last."""
+    """One finished answer. seconds: from the first token to the last.
+
+    last_id: of the last event, None from a server that numbers none. lost: its connection is, for now.
+    """
 
     text: str = ""
     tokens: int = 0
     seconds: float = 0.0
     first_token: float = 0.0
     finish_reason: str | None = None
+    last_id: str | None = None
+    lost: bool = False
 
     @property
     def speed(self) -> str:
@@ -121,21 +136,51 @@ class Chat:
         self._messages.append({"role": "assistant", "content": answer.text})
 
     def _stream(self, answer: ChatAnswer) -> None:
-        began = time.perf_counter()
-        with self._client.stream("POST", "/v1/chat/completions", json=self._body()) as response:
-            if response.status_code != 200:
-                response.read()
-                raise ChatError(_refusal(response))
-            for event in sse_events(response.iter_lines()):
-                self._take_event(event, answer, time.perf_counter() - began)
-        if answer.finish_reason is None:
-            raise ChatError("the answer broke off: the server ended the stream without saying why")
+        """Show an answer; where its connection is lost, go on behind the last event that came."""
+        began, body, headers = time.perf_counter(), self._body(), {KEY_HEADER: secrets.token_hex(16)}
+        lost_at: float | None = None  # since when nothing more has come
+        while True:
+            had = answer.last_id
+            try:
+                self._receive(body, headers, answer, began)
+                if answer.finish_reason is None:
+                    raise BrokenOffError("the server ended the stream without saying why")
+                break
+            except (httpx.TransportError, BrokenOffError) as error:
+                now = time.perf_counter()
+                lost_at = now if lost_at is None or answer.last_id != had else lost_at
+                if answer.last_id is None or now - lost_at > PATIENCE:  # a server that numbers no events keeps none
+                    raise ChatError(f"the answer broke off: {error or type(error).__name__}") from error
+                if not answer.lost:
+                    self._console.print(f" [connection lost: {error}]", style="dim", markup=False)
+                answer.lost = True
+                headers[LAST_HEADER] = answer.last_id
+                time.sleep(PAUSE)
         self._console.print()
         self._dim(answer.speed)
 
+    def _receive(self, body: dict[str, Any], headers: dict[str, str], answer: ChatAnswer, began: float) -> None:
+        """Take an answer, or the rest of one, to the end of its stream. Raises `BrokenOffError`, `ChatError`."""
+        with self._client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response:
+            if response.status_code != 200:
+                response.read()
+                if KEY_HEADER in headers and _refused_param(response) == KEY_HEADER:  # it keeps no answers
+                    del headers[KEY_HEADER]
+                    self._receive(body, headers, answer, began)
+                    return
+                failure = BrokenOffError if response.status_code in (429, 500, 502, 503) else ChatError
+                raise failure(_refusal(response))
+            for number, event in sse_events(response.iter_lines()):
+                if answer.lost:
+                    self._dim("[reconnected: the answer goes on]")
+                    answer.lost = False
+                self._take_event(event, answer, time.perf_counter() - began)
+                answer.last_id = number
+
     def _take_event(self, event: dict[str, Any], answer: ChatAnswer, elapsed: float) -> None:
         if "error" in event:
-            raise ChatError(str(event["error"].get("message", event["error"])))
+            failure = BrokenOffError if event["error"].get("code") == "router_lost" else ChatError
+            raise failure(str(event["error"].get("message", event["error"])))
         usage = event.get("usage")
         if usage:
             answer.tokens = int(usage["completion_tokens"])
@@ -179,14 +224,26 @@ class Chat:
         self._console.print(text, style="dim", markup=False)
 
 
-def sse_events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON of each `data:` line of a server-sent event stream until `[DONE]`."""
+def sse_events(lines: Iterator[str]) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    """Yield the `id` of each server-sent event, None without one, and the JSON of its data, until `[DONE]`."""
+    number = None
     for line in lines:
+        if line.startswith("id:"):
+            number = line.removeprefix("id:").strip()
         data = event_data(line)
         if data == DONE:
             return
         if data is not None:
-            yield json.loads(data)
+            yield number, json.loads(data)
+
+
+def _refused_param(response: httpx.Response) -> str | None:
+    """Return the field or header that a refusal names."""
+    try:
+        found = response.json()["error"]["param"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 def _refusal(response: httpx.Response) -> str:

@@ -91,6 +91,7 @@ HELP = {
         "stream_migration": "Replicas that may continue a stream; same-weights may round differently.",
         "stall_timeout": "Seconds of silence after which a router moves a replica's requests.",
         "router_wait": "Seconds that an answer waits for another router when its own dies.",
+        "response_retention": "Seconds that stored and background responses are kept after their end; 0 = never.",
         "drain_timeout": "Seconds that a stopping router or replica has to finish its streams.",
         "max_surge_percent": "Percent of extra replicas that an update may start before it stops old ones.",
         "update_failure_action": "What to do when an update fails.",

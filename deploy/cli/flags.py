@@ -170,6 +170,7 @@ OF_A_SERVICE = (
     "no_replica_timeout",
     "stream_migration",
     "router_wait",
+    "response_retention",
     "drain_timeout",
     "max_surge_percent",
     "update_failure_action",

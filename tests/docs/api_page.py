@@ -18,7 +18,7 @@ from cluster.openai.embeddings import REFUSED_EMBEDDING, EmbeddingFields
 from cluster.openai.fields import Fields
 from cluster.openai.refusals import REFUSED_CHAT, REFUSED_COMPLETION, Refusal
 from cluster.openai.request_fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
-from cluster.openai.response_fields import REFUSED_RESPONSE, ResponseRequest
+from cluster.openai.response_fields import REFUSED_QUERY, REFUSED_RESPONSE, ResponseQuery, ResponseRequest
 
 _SHARED = {
     "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "model", "n", "presence_penalty", "seed",
@@ -38,6 +38,7 @@ OPENAI_FILE = frozenset({"expires_after", "file", "purpose"})
 OPENAI_FILE_LIST = frozenset({"after", "limit", "order", "purpose"})
 OPENAI_BATCH = frozenset({"completion_window", "endpoint", "input_file_id", "metadata", "output_expires_after"})
 OPENAI_BATCH_LIST = frozenset({"after", "limit"})
+OPENAI_RESPONSE_QUERY = frozenset({"include", "include_obfuscation", "starting_after", "stream"})
 OPENAI_RESPONSE = frozenset(
     {
         "access_programs", "background", "context_management", "conversation", "image", "include", "input",
@@ -79,6 +80,8 @@ _HEAD = """\
   (403 `forbidden_origin`), refuses foreign names in `Host` (403 `forbidden_host`), and requires a `Content-Type`
   with every body ([tenants.md](../guides/tenants.md#without-keys)).
 - `finish_reason` is `stop`, `length` or `tool_calls`.
+- `Idempotency-Key` and `Last-Event-ID` on chat completions, completions and responses, `DELETE /v1/responses/ID` and
+  `POST /v1/responses/ID/cancel`: [reconnecting.md](../guides/reconnecting.md).
 - `/v1/files` and `/v1/batches` need `--batch-dir` ([batch.md](../guides/batch.md#on-a-server)). Without fields are
   `GET` and `DELETE /v1/files/ID`, `GET /v1/files/ID/content`, `GET /v1/batches/ID`, `POST /v1/batches/ID/cancel`.
 """
@@ -101,6 +104,7 @@ TABLES: Sequence[Table] = (
     Table("POST /v1/chat/completions", ChatFields, REFUSED_CHAT, OPENAI_CHAT),
     Table("POST /v1/completions", CompletionFields, REFUSED_COMPLETION, OPENAI_COMPLETION),
     Table("POST /v1/responses", ResponseRequest, REFUSED_RESPONSE, OPENAI_RESPONSE),
+    Table("GET /v1/responses/ID", ResponseQuery, REFUSED_QUERY, OPENAI_RESPONSE_QUERY),
     Table("POST /v1/embeddings", EmbeddingFields, REFUSED_EMBEDDING, OPENAI_EMBEDDING),
     Table("POST /v1/files", FileFields, openai=OPENAI_FILE),
     Table("GET /v1/files", FileListFields, openai=OPENAI_FILE_LIST),

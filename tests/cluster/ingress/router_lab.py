@@ -23,6 +23,7 @@ from cluster.ingress.router_pool import KnownRouter, RouterPool
 from cluster.ingress.router_side import IngressCheck
 from cluster.replica.core import ReplicaCore
 from cluster.replica.sessions import ReplicaFacts
+from cluster.router.answer_copies import AnswerCopies
 from cluster.router.dispatcher import Dispatcher
 from cluster.router.models import Models
 from cluster.telemetry.metrics import Metrics
@@ -37,6 +38,7 @@ from tests.openai_app import MODEL, front_for, served_model, serving
 from tests.simulator.links import connect_local
 
 BLOCK, CONTEXT, NUM_BLOCKS = 16, 4000, 2000
+RETENTION = 60.0
 
 
 class LabRouter:
@@ -57,9 +59,14 @@ class LabRouter:
             self.dispatcher.add_link(await connect_local(replica.serve, self.name))
         metrics = Metrics()
         models = Models([front_for(self.dispatcher, self._lab.model, metrics)])
-        app = build_app(models, metrics, lambda: {"ready": True, "replicas": []})
-        services = grpc_services(models, metrics)
-        self.letting_go = LetGo(CarriedCalls(app, services))
+        self.app = build_app(
+            models,
+            metrics,
+            lambda: {"ready": True, "replicas": []},
+            response_retention=RETENTION,
+            copies=AnswerCopies([self.dispatcher], RETENTION),
+        )
+        self.letting_go = LetGo(CarriedCalls(self.app, grpc_services(models, metrics)))
         self._app = IngressCheck(self.letting_go, self._lab.router_wait)
         self._server = ExchangeServer(self)
         self.known = KnownRouter(self.name, await self._server.address("127.0.0.1"))

@@ -303,7 +303,7 @@ STILL_REFUSED = [
     ("/v1/completions", {"prompt": "hi", "stop": [""] * 17}, "stop"),
     ("/v1/chat/completions", {"messages": [{**HI, "first": [], "second": 2}]}, "messages[0].second"),
     ("/v1/embeddings", {"input": "hi", "store": True}, "store"),
-    ("/v1/responses", {"input": "hi", "store": True}, "store"),
+    ("/v1/responses", {"input": "hi", "store": "yes"}, "store"),
     ("/v1/responses", {"input": "hi", "reasoning": {"summary": "long"}}, "reasoning.summary"),
     ("/v1/responses", {"input": "hi", "include": ["everything"]}, "include[0]"),
     ("/v1/responses", {"input": "hi", "truncation": "auto"}, "truncation"),

@@ -301,10 +301,10 @@ async def test_settings_reach_the_engine(model):
 
 
 BAD = [
-    ({"store": True}, "store"),
-    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"store": "yes"}, "store"),
+    ({"previous_response_id": 1}, "previous_response_id"),
     ({"conversation": "conv_1"}, "conversation"),
-    ({"background": True}, "background"),
+    ({"background": "yes"}, "background"),
     ({"prompt": {"id": "p"}}, "prompt"),
     ({"max_tokens": 5}, "max_tokens"),
     ({"truncation": "auto"}, "truncation"),
@@ -462,8 +462,8 @@ async def test_the_real_openai_client_is_served(model, tool_model):
         assert final.output_text == "hello"
         assert json.loads(final.output[1].arguments) == {"city": "Köln"}
         with pytest.raises(openai.BadRequestError) as caught:
-            await client.responses.create(model=MODEL, input="x", store=True)
-        assert caught.value.body["param"] == "store"
+            await client.responses.create(model=MODEL, input="x", conversation="c")
+        assert caught.value.body["param"] == "conversation"
 
 
 async def test_the_real_openai_client_hears_of_an_error_in_mid_stream(model):

@@ -19,6 +19,9 @@ class Server(ThreadingHTTPServer):
         self.bodies = []
         self.keys = []
         self.status = 200
+        self.sent = []
+        self.numbered = False
+        self.cuts = []  # events after which the next connections are cut
         self.models = ["demo"]
         self.events = [
             {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]},
@@ -40,12 +43,29 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.server.sent.append((self.headers.get("Idempotency-Key"), self.headers.get("Last-Event-ID")))
+        if self.server.numbered:
+            self._send_numbered()
+            return
         if self.server.status != 200:
             self._send(self.server.status, json.dumps({"error": {"message": "prompt is too long"}}))
             return
         self._send(
             200, "".join(f"data: {json.dumps(event)}\n\n" for event in self.server.events) + "data: [DONE]\n\n"
         )
+
+    def _send_numbered(self):
+        """Send the events behind the last one that the client has, and cut the connection where that is planned."""
+        events = [*map(json.dumps, self.server.events), "[DONE]"]
+        behind = int(self.headers.get("Last-Event-ID") or -1)
+        cut = self.server.cuts.pop(0) if self.server.cuts else len(events)
+        self.send_response(200)
+        if cut < len(events):
+            self.send_header("Content-Length", "1000000")
+        self.end_headers()
+        for number, event in list(enumerate(events))[behind + 1 : cut]:
+            self.wfile.write(f"id: {number}\ndata: {event}\n\n".encode())
+        self.close_connection = True
 
     def _send(self, status, text):
         self.send_response(status)
@@ -127,6 +147,19 @@ def test_a_stream_that_breaks_off_is_not_taken_for_an_answer(server):
     assert "broke off" in talk(server, "hi\n")
 
 
+def test_an_answer_goes_on_behind_what_came_when_its_connection_is_lost(server, monkeypatch):
+    monkeypatch.setattr("deploy.cli.chat.PAUSE", 0.0)
+    server.numbered, server.cuts = True, [2, 2, 4]
+    output = talk(server, "hi\n")
+    assert "[bold]Hello [connection lost" in output
+    assert "[reconnected: the answer goes on]" in output
+    assert output.count("you") == 1
+    assert "5 tokens" in output
+    keys, behind = zip(*server.sent, strict=True)
+    assert len(set(keys)) == 1 and keys[0]
+    assert behind == (None, "1", "1", "3")
+
+
 def test_an_error_inside_the_stream_is_shown(server):
     server.events = [{"error": {"message": "all replicas are gone"}}]
     assert "Error: all replicas are gone" in talk(server, "hi\n")
@@ -140,7 +173,8 @@ def test_nobody_there_is_one_sentence(server):
 
 
 def test_comments_and_what_follows_done_are_no_events():
-    assert list(sse_events(iter([": ping", "", 'data: {"a": 1}', "data: [DONE]", "data: {}"]))) == [{"a": 1}]
+    lines = [": ping", "", 'data: {"a": 1}', "id: 7", 'data: {"b": 2}', "data: [DONE]", "data: {}"]
+    assert list(sse_events(iter(lines))) == [(None, {"a": 1}), ("7", {"b": 2})]
 
 
 class Typed(io.StringIO):

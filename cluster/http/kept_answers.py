@@ -1,0 +1,313 @@
+"""Answers that outlive their connection: background and stored responses, repeated keys, and streams gone on with.
+
+Source: OpenAI API reference, "Responses" and its guide of background mode; WHATWG HTML, server-sent events
+(`id`, `Last-Event-ID`); the IETF's draft of the `Idempotency-Key` header.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+from msgspec import json, structs
+from starlette.datastructures import Headers, QueryParams
+from starlette.types import Receive, Scope, Send
+
+from cluster.answer_log import ANSWER_LOG, AnswerFacts, AnswerLog
+from cluster.client_id import SESSION_HEADER
+from cluster.errors import ApiError
+from cluster.http.asgi import Answer, read_body, until_disconnect
+from cluster.http.endpoints import Endpoint, Responder, Services
+from cluster.openai.response_fields import REFUSED_QUERY, ResponseQuery
+from cluster.openai.validation import checked_fields, parse_json
+from cluster.responses.record import Head
+from cluster.responses.store import ResponseStore
+from cluster.responses.view import AnswerView
+from engine.errors import InvalidRequestError
+
+KEY_HEADER, LAST_HEADER = "idempotency-key", "last-event-id"
+LONGEST_KEY = 255
+MOST_MOVES = 3  # routers that may take an answer over while a client waits for it
+PREFIXES = {"/v1/responses": "resp_", "/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
+RESPONSES = "/v1/responses"
+# Gives out a view; returns what is left to be done with that of another router.
+Give = Callable[[AnswerView, Answer], Awaitable["Give | None"]]
+_OF_KEPT = (
+    b'"background"',
+    b'"store"',
+    b'"previous_response_id"',
+)  # a body without these asks for nothing to be kept
+
+
+class KeptEndpoint(Responder):
+    """A POST route. What asks for it is kept and given out from there; all else goes straight to `endpoint`."""
+
+    def __init__(self, endpoint: Endpoint, services: Services, path: str, store: ResponseStore | None) -> None:
+        self._endpoint = endpoint
+        self._services = services
+        self._path = path
+        self._store = store
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request (ASGI)."""
+        headers = Headers(scope=scope)
+        plain = self._path != RESPONSES and KEY_HEADER not in headers and LAST_HEADER not in headers
+        await (self._endpoint(scope, receive, send) if plain else super().__call__(scope, receive, send))
+
+    async def _respond(self, scope: Scope, receive: Receive, answer: Answer) -> None:
+        state, headers = scope["state"], Headers(scope=scope)
+        key, behind = _key(headers), _last_event(headers)
+        if behind is not None and key is None:
+            raise _refused(LAST_HEADER, "is taken with the Idempotency-Key of the stream that it goes on with")
+        if key is not None and self._store is None:
+            raise _refused(KEY_HEADER, "needs a server that keeps answers, and its --response-retention is 0")
+        visit = state["visit"]
+        body = await read_body(scope, receive, self._services.max_body_bytes, visit.deadline)
+        fields = await self._fields(body, key, visit.tenant.name)
+        asked = body
+        if self._path == RESPONSES and isinstance(fields.get("previous_response_id"), str) and "input" in fields:
+            if self._store is None:
+                message = "needs a server that keeps responses, and its --response-retention is 0"
+                raise _refused("previous_response_id", message, "unsupported_value")
+            fields = await self._continued(self._store, fields, visit.tenant.name)
+            body = json.encode(fields)
+        if self._store is None or not (key or fields.get("store") is True or fields.get("background") is True):
+            work = self._endpoint.take(body, answer, state["exchange"], visit, state[ANSWER_LOG])
+            await until_disconnect(receive, work, answer)
+            return
+        if fields.get("background") and fields.get("store") is False:
+            raise ApiError("unsupported_value", "store must be true with background=true, or left out", param="store")
+        head = self._head(body, key, fields, headers, visit.tenant.name, visit.deadline, state[ANSWER_LOG])
+        if key is not None:
+            head = structs.replace(head, asked=blake2b(asked, digest_size=16).digest())
+        await until_disconnect(receive, self._kept(head, fields, behind, state, answer), answer)
+
+    async def _fields(self, body: bytes, key: str | None, tenant: str) -> Mapping[str, Any]:
+        """Return the fields of a body that may ask for something to be kept."""
+        if key is None and not any(name in body for name in _OF_KEPT):
+            return {}
+        return await self._services.thread_pool.run(len(body), lambda: parse_json(body), tenant)
+
+    async def _continued(self, store: ResponseStore, fields: Mapping[str, Any], tenant: str) -> Mapping[str, Any]:
+        """Return the fields with the input and the output of the previous response before their own input.
+
+        Raises `ApiError`: 404 where it is not kept, 400 where it has not ended well.
+        """
+        name, param = fields["previous_response_id"], "previous_response_id"
+        try:
+            async with store.found(name, tenant) as (head, view):
+                await view.whole()
+                before, last = parse_json(head.body), json.decode(view.response or b"{}")
+        except ApiError as error:
+            error.param = param
+            raise
+        if last.get("status") not in ("completed", "incomplete"):
+            message = f"{param}: that response has ended as {last.get('status')!r}; name one that is complete"
+            raise ApiError("invalid_value", message, param=param, status=400)
+        return {**fields, "input": [*_items(before.get("input")), *last["output"], *_items(fields.get("input"))]}
+
+    def _head(
+        self,
+        body: bytes,
+        key: str | None,
+        fields: Mapping[str, Any],
+        headers: Headers,
+        tenant: str,
+        deadline: float | None,
+        log: AnswerLog,
+    ) -> Head:
+        prefix, now = PREFIXES[self._path], time.time()
+        name, seed = prefix + secrets.token_hex(16), None
+        if key is not None:
+            digest = blake2b(f"{self._path}\n{tenant}\n{key}".encode(), digest_size=24).digest()
+            name, seed = prefix + digest[:16].hex(), int.from_bytes(digest[16:]) >> 1
+        elif log.facts is not None:
+            name = log.facts.request_id
+        left = None if deadline is None else now + deadline - asyncio.get_running_loop().time()
+        background = self._path == RESPONSES and fields.get("background") is True
+        session = headers.get(SESSION_HEADER, "")
+        return Head(name, self._path, body, tenant, now, b"", seed, background, left, session)
+
+    async def _kept(
+        self, head: Head, fields: Mapping[str, Any], behind: int | None, state: Mapping[str, Any], answer: Answer
+    ) -> None:
+        """Give out an answer that is kept, from its beginning or behind an event."""
+        if self._store is None:
+            raise RuntimeError("nothing is kept here")
+        exchange, log = state["exchange"], state[ANSWER_LOG]
+        streams = fields.get("stream") is True
+        async with self._store.joined(head, state["visit"], log.facts) as (found, view):
+            if found.asked != head.asked:
+                message = "was sent with another body before; send the same body, or another key"
+                raise _refused(KEY_HEADER, message, "idempotency_key_reused")
+            _show(view, exchange, log)
+            if streams:
+                give: Give = partial(send_events, behind=-1 if behind is None else behind)
+            elif self._path == RESPONSES:
+                give = partial(send_response, wait=not head.background)
+            else:
+                give = send_whole
+            moved = await give(view, answer)
+        if moved is not None:
+            await _give_elsewhere(self._store, head, moved, answer)
+
+
+class KeptResponseEndpoint(Responder):
+    """`GET`, `DELETE` and `POST .../cancel` of `/v1/responses/{response_id}`."""
+
+    def __init__(self, store: ResponseStore | None, cancels: bool = False) -> None:
+        self._store = store
+        self._cancels = cancels
+
+    async def _respond(self, scope: Scope, receive: Receive, answer: Answer) -> None:
+        await until_disconnect(receive, self._act(scope, answer), answer)
+
+    async def _act(self, scope: Scope, answer: Answer) -> None:
+        store, state = self._store, scope["state"]
+        name, tenant = scope["path_params"]["response_id"], state["tenant"].name
+        if store is None:
+            message = "this server keeps no responses: its --response-retention is 0"
+            raise ApiError("not_found", message, param="response_id")
+        if not name.startswith(PREFIXES[RESPONSES]) or len(name) > 100:
+            raise ApiError("not_found", f"{name[:100]!r} is no id of a response: they begin with resp_")
+        if scope["method"] == "DELETE":
+            await store.delete(name, tenant)
+            body = {"id": name, "object": "response", "deleted": True}
+            await answer.json(200, json.encode(body))
+            return
+        query = ResponseQuery() if self._cancels else _query(scope)
+        if self._cancels:
+            await store.cancel(name, tenant)
+        async with store.found(name, tenant) as (found, view):
+            while not ((view.response and view.current) or view.over):
+                await view.changed()
+            _show(view, state["exchange"], state[ANSWER_LOG])
+            give: Give = partial(send_response, wait=False)
+            if query.stream:
+                give = partial(send_events, behind=-1 if query.starting_after is None else query.starting_after)
+            head, moved = found, await give(view, answer)
+        if moved is not None:
+            await _give_elsewhere(store, head, moved, answer)
+
+
+def _show(view: AnswerView, exchange: dict[str, str], log: AnswerLog) -> None:
+    """Have the exchange bear the names of the answer, and its ingress know them."""
+    for name in ("id", "model", "ignored"):
+        if name in view.exchange:
+            exchange[name] = view.exchange[name]
+    if view.log.facts is not None and log.facts is None:
+        log.begin(AnswerFacts(view.log.facts.request_id, view.log.facts.created, view.log.facts.seed))
+
+
+async def _give_elsewhere(store: ResponseStore, head: Head, give: Give, answer: Answer) -> None:
+    """Go on giving out an answer that another router has taken over. Raises `ApiError`."""
+    for _ in range(MOST_MOVES):
+        async with store.found(head.name, head.tenant) as (_, view):
+            moved = await give(view, answer)
+        if moved is None:
+            return
+        give = moved
+    raise _lost()
+
+
+async def send_events(view: AnswerView, answer: Answer, behind: int) -> Give | None:
+    """Send the events behind a number, each with its own as `id`, as they come.
+
+    Returns what is to be done with the view of another router where this one has lost the answer; None = all is sent.
+    """
+    while not (view.status or view.over):
+        await view.changed()
+    if view.status not in (0, 200):
+        return await send_whole(view, answer)
+    await answer.events(b"")
+    held = list[bytes]()
+    async for number, event in view.after(behind):
+        behind = number
+        held.append(b"id: %d\n%s" % (number, event))
+        if number + 1 == len(view.events) or len(held) >= 64:
+            await answer.events(b"".join(held))
+            held.clear()
+    if view.lost:
+        return partial(send_events, behind=behind)
+    await answer.end(b"".join(held))
+    return None
+
+
+async def send_response(view: AnswerView, answer: Answer, wait: bool) -> Give | None:
+    """Send the body of a response. wait: for its end. Returns as `send_events`."""
+    while not (view.over or (view.response and not wait)):
+        await view.changed()
+    if view.status not in (0, 200):
+        return await send_whole(view, answer)
+    if view.lost or not view.response:
+        return partial(send_response, wait=wait)
+    error = view.end(0).error() if wait else None
+    if error is not None:
+        raise error
+    await answer.json(200, view.response)
+    return None
+
+
+async def send_whole(view: AnswerView, answer: Answer) -> Give | None:
+    """Send an answer that is no stream, as its endpoint made it. Returns as `send_events`."""
+    await view.whole()
+    if view.lost or not view.status:
+        return send_whole
+    others = [(name, value) for name, value in view.headers if name not in (b"content-type", b"content-length")]
+    await answer.json(view.status, view.body, others)
+    return None
+
+
+def _items(given: Any) -> list[Any]:
+    """Return the items of an input; what is neither a text nor a list is left to the validation of the field."""
+    return given if isinstance(given, list) else [{"role": "user", "content": given}]
+
+
+def _lost() -> ApiError:
+    message = "the answer ended here before it was complete: it was deleted, or its router stops; ask for it again"
+    return ApiError("router_lost", message)
+
+
+def _key(headers: Headers) -> str | None:
+    found = headers.getlist(KEY_HEADER)
+    if not found:
+        return None
+    if len(found) > 1 or not 0 < len(found[0]) <= LONGEST_KEY or not (found[0].isascii() and found[0].isprintable()):
+        raise _refused(KEY_HEADER, f"must be sent once, with 1 to {LONGEST_KEY} printable ASCII characters")
+    return found[0]
+
+
+def _last_event(headers: Headers) -> int | None:
+    found = headers.get(LAST_HEADER)
+    if found is None:
+        return None
+    if not (found.isdecimal() and found.isascii() and len(found) < 10):
+        raise _refused(LAST_HEADER, "must be the id of the last event that came, a number such as 12")
+    return int(found)
+
+
+def _query(scope: Scope) -> ResponseQuery:
+    """Return the query of a request; raises `InvalidRequestError` naming the first wrong parameter."""
+    given: dict[str, Any] = {}
+    for name, value in QueryParams(scope["query_string"]).multi_items():
+        if name in given:
+            raise InvalidRequestError(f"{name} may be given once", name)
+        given[name] = value
+        if name == "stream" and value in ("true", "false"):
+            given[name] = value == "true"
+        elif name == "starting_after" and value.isdecimal() and value.isascii() and len(value) < 10:
+            given[name] = int(value)
+    found = checked_fields(ResponseQuery, given, REFUSED_QUERY)
+    if found.starting_after is not None and not found.stream:
+        raise InvalidRequestError("starting_after is allowed only with stream=true", "starting_after")
+    return found
+
+
+def _refused(name: str, message: str, code: str = "invalid_value") -> ApiError:
+    shown = {KEY_HEADER: "Idempotency-Key", LAST_HEADER: "Last-Event-ID"}.get(name, name)
+    return ApiError(code, f"{shown} {message}", param=shown, status=400)

@@ -1,0 +1,218 @@
+"""Copies of answers that routers make, on a replica: they outlive their router, and are offered to another one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from cluster.replica.runs import RouterSession
+from cluster.wire.messages import Fetch, Fetched, Forget, Keep, Orphaned, Superseded
+
+MOST_BYTES = 512 << 20  # of all copies; the oldest that have ended go first
+MOST_AT_ONCE = 1 << 20  # bytes of notes in one message
+MOST_FORGOTTEN = 10_000  # names of dropped answers, so that no late word brings them back
+OF_NOTE = 64  # bytes that one takes beside its content
+TURN = 0.25  # seconds between two looks at who waits, and what is to be offered or dropped
+OFFER_AFTER = 4  # turns for a lost router to come back before its answers are offered to others
+OFFER_AGAIN = 12  # turns for a router to take one before it is offered to the next
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """One answer. owner: name of the router that makes it. session: its link, None while it has none.
+
+    turns: since it has ended or has no session.
+    """
+
+    tenant: str
+    head: bytes
+    epoch: int = 0
+    owner: str = ""
+    session: RouterSession | None = None
+    notes: list[bytes] = field(default_factory=list)
+    end: bytes = b""
+    retention: float = 0.0
+    turns: int = 0
+    offers: int = 0
+    size: int = 0
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A `Fetch` that waits for news. turns: that it still waits."""
+
+    session: RouterSession
+    asked: Fetch
+    turns: int
+
+
+class AnswerKeeper:
+    """Used on one event loop. sessions: the links that hold now, to whose routers answers may be offered."""
+
+    def __init__(self, sessions: Callable[[], Sequence[RouterSession]], most_bytes: int = MOST_BYTES) -> None:
+        self._sessions = sessions
+        self._most_bytes = most_bytes
+        self._copies: dict[str, _Copy] = {}
+        self._waiting: dict[str, list[_Waiting]] = {}
+        self._forgotten: OrderedDict[str, bytes] = OrderedDict()  # by name, the digest of what was dropped
+        self._bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    def take(self, session: RouterSession, message: Keep | Fetch | Forget) -> None:
+        """Act on a router's message."""
+        match message:
+            case Keep():
+                self._keep(session, message)
+            case Fetch():
+                self._fetch(session, message)
+            case Forget():
+                self._forget(session, message)
+        self._turn_later()
+
+    def left(self, session: RouterSession) -> None:
+        """Take note that a link is over."""
+        for copy in self._copies.values():
+            if copy.session is session:
+                copy.session, copy.turns, copy.offers = None, 0, 0
+        for name, waiting in list(self._waiting.items()):
+            self._waiting[name] = [one for one in waiting if one.session is not session]
+
+    def close(self) -> None:
+        """Keep nothing more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._copies.clear()
+
+    def _keep(self, session: RouterSession, said: Keep) -> None:
+        if said.head and self._forgotten.get(said.name) == _digest(said.head):
+            session.send(Superseded(said.name, said.epoch))
+            return
+        copy = self._copies.get(said.name)
+        if copy is None:
+            if not said.head or said.first or not self._has_room(len(said.head)):
+                return
+            copy = self._copies[said.name] = _Copy(said.tenant, said.head)
+            self._count(copy, len(said.head))
+        if (said.epoch, session.link.router_id) < (copy.epoch, copy.owner):
+            session.send(Superseded(said.name, copy.epoch))
+            return
+        former = copy.session
+        if former is not None and former is not session and copy.owner != session.link.router_id:
+            former.send(Superseded(said.name, said.epoch))
+        if (copy.epoch, copy.owner) != (said.epoch, session.link.router_id):
+            self._count(copy, -sum([len(note) + OF_NOTE for note in copy.notes]))
+            copy.notes, copy.end = [], b""
+            copy.epoch, copy.owner = said.epoch, session.link.router_id
+        copy.session = session
+        if said.first <= len(copy.notes):
+            new = said.notes[len(copy.notes) - said.first :]
+            self._count(copy, sum([len(note) + OF_NOTE for note in new]))
+            copy.notes += new
+            if said.end and not copy.end:
+                copy.end, copy.turns = said.end, 0
+        copy.retention = said.retention
+        self._tell(said.name, copy)
+
+    def _fetch(self, session: RouterSession, asked: Fetch) -> None:
+        copy = self._copies.get(asked.name)
+        if copy is None or asked.tenant not in (None, copy.tenant):
+            session.send(Fetched(asked.ticket))
+        elif asked.wait and asked.known >= len(copy.notes) and not copy.end:
+            waiting = _Waiting(session, asked, max(1, int(asked.wait / TURN)))
+            self._waiting.setdefault(asked.name, []).append(waiting)
+        else:
+            self._answer(session, asked, copy)
+
+    def _answer(self, session: RouterSession, asked: Fetch, copy: _Copy) -> None:
+        notes, size = list[bytes](), 0
+        for note in copy.notes[asked.known :]:
+            if notes and size + len(note) > MOST_AT_ONCE:
+                break
+            notes.append(note)
+            size += len(note)
+        more = asked.known + len(notes) < len(copy.notes)
+        head, end = b"" if asked.known else copy.head, b"" if more else copy.end
+        session.send(Fetched(asked.ticket, asked.name, copy.epoch, head, tuple(notes), end, more))
+
+    def _tell(self, name: str, copy: _Copy) -> None:
+        """Answer all who wait for news of an answer."""
+        for one in self._waiting.pop(name, ()):
+            self._answer(one.session, one.asked, copy)
+
+    def _forget(self, session: RouterSession, said: Forget) -> None:
+        copy = self._copies.get(said.name)
+        if copy is not None and copy.tenant == said.tenant:
+            self._forgotten[said.name] = _digest(copy.head)
+            while len(self._forgotten) > MOST_FORGOTTEN:
+                self._forgotten.popitem(last=False)
+            if copy.session is not None and copy.session is not session:
+                copy.session.send(Superseded(said.name, copy.epoch))
+            self._drop(said.name)
+
+    def _drop(self, name: str) -> None:
+        copy = self._copies.pop(name)
+        self._bytes -= copy.size
+        for one in self._waiting.pop(name, ()):
+            one.session.send(Fetched(one.asked.ticket))
+
+    def _count(self, copy: _Copy, size: int) -> None:
+        copy.size += size
+        self._bytes += size
+        if self._bytes > self._most_bytes:
+            self._has_room(0)
+
+    def _has_room(self, size: int) -> bool:
+        """Drop the oldest copies of what has ended until there is room; return whether there is."""
+        for name, copy in list(self._copies.items()):
+            if self._bytes + size <= self._most_bytes:
+                return True
+            if copy.end:
+                self._drop(name)
+        return self._bytes + size <= self._most_bytes
+
+    def _turn_later(self) -> None:
+        if self._timer is None and (self._copies or self._waiting):
+            self._timer = asyncio.get_running_loop().call_later(TURN, self._turn)
+
+    def _turn(self) -> None:
+        self._timer = None
+        for name, copy in list(self._copies.items()):
+            copy.turns += 1
+            if (copy.end or copy.session is None) and copy.turns * TURN > copy.retention:
+                self._drop(name)
+            elif copy.session is None and copy.turns >= OFFER_AFTER + copy.offers * OFFER_AGAIN:
+                self._offer(name, copy)
+        for name, waiting in list(self._waiting.items()):
+            copy_of = self._copies.get(name)
+            for one in waiting:
+                one.turns -= 1
+                if one.turns <= 0 and copy_of is not None:
+                    self._answer(one.session, one.asked, copy_of)
+            left = [one for one in waiting if one.turns > 0]
+            self._waiting[name] = left
+            if not left:
+                del self._waiting[name]
+        self._turn_later()
+
+    def _offer(self, name: str, copy: _Copy) -> None:
+        """Ask a router to go on with an answer. All replicas ask the same one first, so that one alone takes it."""
+        sessions = sorted(self._sessions(), key=lambda one: _rank(name, one.link.router_id))
+        if sessions:
+            sessions[copy.offers % len(sessions)].send(Orphaned(name))
+            copy.offers += 1
+
+
+def _digest(head: bytes) -> bytes:
+    return blake2b(head, digest_size=16).digest()
+
+
+def _rank(name: str, router_id: str) -> bytes:
+    return blake2b(f"{name}/{router_id}".encode(), digest_size=8).digest()

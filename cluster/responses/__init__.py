@@ -1,0 +1,1 @@
+"""Answers that the server keeps: what is kept of each, who has copies of it, and how it is made again."""

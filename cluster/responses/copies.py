@@ -1,0 +1,76 @@
+"""Where copies of kept answers are, as the router sees it that makes them: on replicas, which outlive it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from cluster.responses.record import Record
+
+
+class Copies(Protocol):
+    """The copies of all answers of an app. Used on one event loop."""
+
+    def put(self, record: Record) -> None:
+        """Have what is new of a record copied soon; what is there of it is overwritten by a later epoch."""
+        ...
+
+    async def settle(self, record: Record) -> None:
+        """Return once a copy of the record is somewhere else, or none can be for now."""
+        ...
+
+    async def fetch(self, name: str, tenant: str | None) -> Record | None:
+        """Return what is kept of an answer, None where nobody has it. tenant: it must be this one's; None = any.
+
+        Raises `ApiError` (`no_replica`) where nobody can be asked.
+        """
+        ...
+
+    async def news(self, record: Record, known: int, wait: float) -> Record | None:
+        """Return what is kept of the same answer behind its first `known` notes, None where nobody has it.
+
+        wait: seconds to wait for news where there are none.
+        """
+        ...
+
+    def forget(self, name: str, tenant: str) -> None:
+        """Have all copies dropped; who makes the answer stops."""
+        ...
+
+    def drop(self, name: str) -> None:
+        """Look after the copies of a record no more; they go when their time has come."""
+        ...
+
+    def listen(self, orphaned: Callable[[str], None], superseded: Callable[[str, int], None]) -> None:
+        """Have `orphaned` called with the name of an answer whose router is gone, for this one to go on with it.
+
+        superseded: called with the name of an answer that another router has gone on with or dropped, and its epoch.
+        """
+        ...
+
+
+class NoCopies:
+    """For an app without replicas: nothing outlives its process."""
+
+    def put(self, record: Record) -> None:
+        """Copy nothing."""
+
+    async def settle(self, record: Record) -> None:
+        """Return at once."""
+
+    async def fetch(self, name: str, tenant: str | None) -> Record | None:
+        """Know nothing."""
+        return None
+
+    async def news(self, record: Record, known: int, wait: float) -> Record | None:
+        """Know nothing."""
+        return None
+
+    def forget(self, name: str, tenant: str) -> None:
+        """Forget nothing."""
+
+    def drop(self, name: str) -> None:
+        """Drop nothing."""
+
+    def listen(self, orphaned: Callable[[str], None], superseded: Callable[[str, int], None]) -> None:
+        """Call nothing."""

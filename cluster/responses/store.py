@@ -1,0 +1,393 @@
+"""The answers that a router keeps: those it makes, those it has taken over, and the way to those of others.
+
+An answer that is kept does not depend on its client: it is made by the endpoint that makes all others, for a client
+that is not there (`AnswerView`). What is needed to make it again is copied to replicas (`Copies`). Where its router
+is lost another one is told, and goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+from cluster.admission.tenants import Tenancy, Visit
+from cluster.answer_log import AnswerFacts, AnswerLog, Kept
+from cluster.errors import ApiError
+from cluster.responses.copies import Copies, NoCopies
+from cluster.responses.following import Following
+from cluster.responses.record import Head, Record
+from cluster.responses.view import AnswerView
+from cluster.token_source import CallContext
+
+MOST_BYTES = 512 << 20  # of all answers that one router keeps
+MOST_OF_ONE = 64 << 20
+SWEEP = 1.0  # seconds between two looks at whose time has come
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Owned:
+    """An answer that this router makes or has made. view: None of one that was taken over when it had ended.
+
+    task: while it runs. gone: it is kept no more. ended_at: on the event loop's clock.
+    """
+
+    record: Record
+    kept: Kept
+    view: AnswerView | None = None
+    task: asyncio.Task[None] | None = None
+    gone: bool = False
+    ended_at: float = 0.0
+    counted: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes."""
+        return self.record.size + (0 if self.view is None else self.view.size)
+
+
+class ResponseStore:
+    """Used on one event loop. retention: seconds for which an answer that has ended is kept.
+
+    most_bytes: of all answers, None = `MOST_BYTES`; where they are reached the oldest that have ended go first, and
+    then nothing new is taken. clock: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        tenancy: Tenancy,
+        retention: float,
+        copies: Copies | None = None,
+        most_bytes: int | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.retention = retention
+        self._tenancy = tenancy
+        self._copies: Copies = copies or NoCopies()
+        self._most_bytes = MOST_BYTES if most_bytes is None else most_bytes
+        self._clock = clock
+        self._endpoints: Mapping[str, ASGIApp] = {}
+        self._owned: dict[str, Owned] = {}  # those that ended first come first, behind none that runs
+        self._adopting: set[str] = set()
+        self._bytes = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sweeping: asyncio.TimerHandle | None = None
+        self._copies.listen(self._on_orphan, self._on_superseded)
+
+    def serve(self, endpoints: Mapping[str, ASGIApp]) -> None:
+        """Make answers by these. endpoints: by path."""
+        self._endpoints = endpoints
+
+    @asynccontextmanager
+    async def joined(
+        self, head: Head, visit: Visit, facts: AnswerFacts | None = None
+    ) -> AsyncIterator[tuple[Head, AnswerView]]:
+        """Find the answer of this name, or begin it: then the visit is closed when it has ended.
+
+        Yields once the request was accepted or refused. One that ended with an error which another try may spare is
+        gone on with. facts: of an answer that another router has begun. Raises `ApiError` where there is no room.
+        """
+        name, tenant = head.name, head.tenant
+        record = None if self._own(name, tenant) else await self._seen(name, tenant)
+        one = self._own(name, tenant)  # another request may have begun it meanwhile
+        if one is None and record is not None and not _may_go_on(record):
+            async with self._shown(record) as view:
+                yield record.head, view
+            return
+        if one is not None and not _may_go_on(one.record):
+            async with self._shown(one.record, one.view) as view:
+                yield one.record.head, view
+            return
+        yield head, await self._begin(head, visit, facts, record if one is None else one.record)
+
+    @asynccontextmanager
+    async def found(self, name: str, tenant: str) -> AsyncIterator[tuple[Head, AnswerView]]:
+        """Find an answer of a tenant's, here or elsewhere, and its frames. Raises `ApiError` (404)."""
+        one = self._own(name, tenant)
+        record = await self._copies.fetch(name, tenant) if one is None else one.record
+        if record is None:
+            raise not_kept(name, self.retention)
+        async with self._shown(record, None if one is None else one.view) as view:
+            yield record.head, view
+
+    @asynccontextmanager
+    async def _shown(self, record: Record, view: AnswerView | None = None) -> AsyncIterator[AnswerView]:
+        """Have the frames of an answer, made again where there are none."""
+        if view is not None:
+            yield view
+            return
+        view, task = self._replay(record)
+        try:
+            yield view
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def cancel(self, name: str, tenant: str) -> None:
+        """End an answer, wherever it is made; one that has ended stays as it is. Raises `ApiError` (404)."""
+        one = await self._taken(name, tenant)
+        if one.view is not None:
+            while not (one.view.begun or one.view.over):
+                await one.view.changed()
+            self._stop(one)
+            await one.view.whole()
+
+    async def delete(self, name: str, tenant: str) -> None:
+        """Keep an answer no more; one that runs is ended. Raises `ApiError` (404)."""
+        one = self._own(name, tenant)
+        if one is None and await self._copies.fetch(name, tenant) is None:
+            raise not_kept(name, self.retention)
+        if one is not None:
+            self._drop(one)
+        self._copies.forget(name, tenant)
+
+    def close(self) -> None:
+        """End all that runs; the copies stay for another router."""
+        for task in self._tasks:
+            task.cancel()
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+
+    def _own(self, name: str, tenant: str) -> Owned | None:
+        one = self._owned.get(name)
+        return one if one is not None and one.record.head.tenant == tenant else None
+
+    # --- making answers
+
+    async def _begin(self, head: Head, visit: Visit, facts: AnswerFacts | None, former: Record | None) -> AnswerView:
+        """Begin an answer, or go on with a former one that failed."""
+        self._make_room(len(head.body))
+        record = Record(head)
+        if former is not None:
+            record = Record(former.head, list(former.notes), None, former.epoch + 1)
+        if head.name in self._owned:
+            self._drop(self._owned[head.name])
+        one = Owned(record, self._kept(head))
+        answer_log = record.log(one.kept)
+        answer_log.facts = answer_log.facts or facts
+        visit.outlive()
+        view = self._run(one, answer_log, visit)
+        while not (view.begun or view.over):
+            await view.changed()
+        if view.begun:
+            await self._copies.settle(record)
+        return view
+
+    def _kept(self, head: Head) -> Kept:
+        return Kept(head.name, head.seed, head.background)
+
+    def _run(self, one: Owned, answer_log: AnswerLog, visit: Visit) -> AnswerView:
+        """Have an answer made from what its log has on."""
+        view = one.view = AnswerView(one.record.head, answer_log)
+
+        def accept() -> None:
+            self._take_notes(one)
+            self._copies.put(one.record)
+            view.accept()
+
+        one.kept.on_begun = accept
+        self._owned[one.record.head.name] = one
+        one.task = self._spawn(self._make(one, view, visit))
+        self._sweep_later()
+        return view
+
+    async def _make(self, one: Owned, view: AnswerView, visit: Visit) -> None:
+        head = one.record.head
+
+        async def send(message: Message) -> None:
+            await view.send(message)
+            if self._take_notes(one) and not one.gone:
+                self._copies.put(one.record)
+            if not one.gone and not self._fits(one):
+                log.error("answer %s takes more than may be kept: it is ended", head.name)
+                self._drop(one)
+                self._copies.forget(head.name, head.tenant)
+
+        try:
+            await self._endpoints[head.path](view.scope(tenant=visit.tenant, visit=visit), view.receive(), send)
+        except asyncio.CancelledError:
+            one.gone |= not one.kept.cancelled  # this router stops: the copies are for another
+        finally:
+            self._ended(one, view)
+            await visit.close()
+
+    def _ended(self, one: Owned, view: AnswerView) -> None:
+        self._take_notes(one)
+        head, at = one.record.head, one.kept.completed_at
+        one.task, one.ended_at = None, asyncio.get_running_loop().time()
+        if view.status == 200 and not one.gone:
+            one.record.end = view.end(int(self._clock()) if at is None else at)
+            if self._owned.get(head.name) is one:
+                self._owned[head.name] = self._owned.pop(head.name)  # it ended last
+                self._copies.put(one.record)
+        elif not one.gone:
+            self._drop(one)
+            if view.begun:
+                self._copies.forget(head.name, head.tenant)
+        view.finish(lost=one.gone and view.status in (0, 200))
+
+    def _stop(self, one: Owned) -> None:
+        """End an answer because its client wants it no more."""
+        if one.task is not None:
+            one.kept.cancelled = True
+            one.task.cancel()
+
+    def _take_notes(self, one: Owned) -> bool:
+        """Keep what is new of an answer; return whether there was something."""
+        note = None if one.view is None else one.view.log.take()
+        if note is not None:
+            one.record.add(note)
+        size = one.size if self._owned.get(one.record.head.name) is one else 0
+        self._bytes += size - one.counted
+        one.counted = size
+        return note is not None
+
+    def _replay(self, record: Record) -> tuple[AnswerView, asyncio.Task[None]]:
+        """Have the frames of an answer made again that this router does not make."""
+        kept = self._kept(record.head)
+        view = AnswerView(record.head, record.log(kept), current=False)
+        Following(record, self._copies, kept, view.catch_up)
+        context = CallContext(continues=True)
+        visit = Visit(self._tenancy, self._tenancy.holder(record.head.tenant), None, context, charged=True)
+
+        async def make() -> None:
+            try:
+                scope = view.scope(tenant=visit.tenant, visit=visit)
+                await self._endpoints[record.head.path](scope, view.receive(), view.send)
+            finally:
+                view.finish()
+
+        return view, self._spawn(make())
+
+    # --- answers of others
+
+    async def _taken(self, name: str, tenant: str) -> Owned:
+        """Return an answer as one of this router's, which it becomes if it is another's."""
+        if (one := self._own(name, tenant)) is not None:
+            return one
+        record = await self._copies.fetch(name, tenant)
+        if record is None:
+            raise not_kept(name, self.retention)
+        return await self._adopt(record)
+
+    async def _seen(self, name: str, tenant: str | None) -> Record | None:
+        """Return what others have of an answer, None also where nobody can be asked."""
+        try:
+            return await self._copies.fetch(name, tenant)
+        except ApiError as error:
+            log.info("nobody can be asked for answer %s: %s", name, error)
+            return None
+
+    def _on_orphan(self, name: str) -> None:
+        if name not in self._owned and name not in self._adopting:
+            self._adopting.add(name)
+            self._spawn(self._adopt_orphan(name)).add_done_callback(lambda _: self._adopting.discard(name))
+
+    async def _adopt_orphan(self, name: str) -> None:
+        record = await self._seen(name, None)
+        if record is not None and name not in self._owned and self._bytes + record.size <= self._most_bytes:
+            log.info("answer %s: its router is lost, this one goes on with it", name)
+            await self._adopt(record)
+
+    async def _adopt(self, record: Record) -> Owned:
+        """Make a record this router's own: go on with the answer, or keep it if it has ended."""
+        record.epoch += 1
+        head, kept = record.head, self._kept(record.head)
+        one = Owned(record, kept)
+        if record.end is not None:
+            one.ended_at = asyncio.get_running_loop().time()
+            self._owned[head.name] = one
+            self._take_notes(one)
+            self._copies.put(record)
+            self._sweep_later()
+            return one
+        answer_log, loop = record.log(kept), asyncio.get_running_loop()
+        context = CallContext(head.session, fingerprint=answer_log.fingerprint, continues=True)
+        left = None if head.deadline is None else loop.time() + head.deadline - self._clock()
+        tenant = self._tenancy.holder(head.tenant)
+        visit = await self._tenancy.visit(tenant, left, context, answer_log.facts is not None)
+        self._run(one, answer_log, visit)
+        return one
+
+    def _on_superseded(self, name: str, epoch: int) -> None:
+        """Another router has the answer, or has dropped it: it is made here no more, and clients are given theirs."""
+        one = self._owned.get(name)
+        if one is not None and one.record.epoch <= epoch:
+            self._drop(one)
+
+    # --- room and time
+
+    def _make_room(self, size: int) -> None:
+        """Drop the oldest answers that have ended until there is room. Raises `ApiError`."""
+        for one in list(self._owned.values()):
+            if self._bytes + size <= self._most_bytes:
+                return
+            if one.task is None:
+                self._drop(one)
+        if self._bytes + size > self._most_bytes:
+            message = "the server keeps as many unfinished responses as it may; try again later"
+            raise ApiError("overloaded", message, retry_after=5)
+
+    def _fits(self, one: Owned) -> bool:
+        if one.size > MOST_OF_ONE:
+            return False
+        if self._bytes <= self._most_bytes:
+            return True
+        try:
+            self._make_room(0)
+        except ApiError:
+            return False
+        return True
+
+    def _drop(self, one: Owned) -> None:
+        """Keep an answer no more."""
+        name = one.record.head.name
+        one.gone = True
+        if self._owned.get(name) is one:
+            del self._owned[name]
+            self._bytes -= one.counted
+            one.counted = 0
+            self._copies.drop(name)
+        if one.task is not None:
+            one.task.cancel()
+
+    def _sweep_later(self) -> None:
+        if self._sweeping is None:
+            self._sweeping = asyncio.get_running_loop().call_later(SWEEP, self._sweep)
+
+    def _sweep(self) -> None:
+        self._sweeping = None
+        now = asyncio.get_running_loop().time()
+        for one in list(self._owned.values()):
+            if one.task is None and now - one.ended_at >= self.retention:
+                self._drop(one)
+        if self._owned:
+            self._sweep_later()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _may_go_on(record: Record) -> bool:
+    """Whether an answer ended with an error that another try may spare."""
+    error = None if record.end is None else record.end.error()
+    return error is not None and error.retryable
+
+
+def not_kept(name: str, retention: float) -> ApiError:
+    """Return the error of an answer that nobody keeps, or that is another tenant's."""
+    message = (
+        f"no response {name[:100]!r} is kept here: it was not stored, was deleted, or ended more than "
+        f"{retention:g} s ago (--response-retention)"
+    )
+    return ApiError("not_found", message, param="response_id")

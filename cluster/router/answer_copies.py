@@ -1,0 +1,249 @@
+"""The copies that a router has of its kept answers on replicas, and how it finds those that other routers have."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import count
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from cluster.errors import ApiError
+from cluster.responses.record import Record, pack_end, pack_head, unpack_end, unpack_head
+from cluster.router.dispatcher import Dispatcher
+from cluster.router.replica_handle import ReplicaHandle
+from cluster.wire.link import MessageTooLargeError
+from cluster.wire.messages import Fetch, Fetched, Forget, Keep, Orphaned, Superseded, Up
+
+NUM_COPIES = 2  # replicas that have an answer, beside the router that makes it
+PAUSE = 0.05  # seconds in which what is new of an answer is gathered
+LOOK = 0.5  # seconds between two looks at whether the replicas that have copies are there
+PATIENCE = 2.0  # seconds for a replica to answer, beyond those that it is asked to wait
+MOST_AT_ONCE = 1 << 20  # bytes of notes in one message
+LARGEST_HEAD = 6 << 20  # bytes of a request that is copied
+FETCHES = 2  # of a replica at a time: what it sends must fit in what may wait on its link
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Copied:
+    """One record. homes: notes that each replica has, by its link. ended: the end was told there."""
+
+    record: Record
+    homes: dict[ReplicaHandle, int] = field(default_factory=dict)
+    ended: set[ReplicaHandle] = field(default_factory=set)
+
+
+class AnswerCopies:
+    """Implements `cluster.responses.copies.Copies`. Used on one event loop.
+
+    models: the dispatchers of the app's models; any replica of any model may have a copy. retention: seconds for
+    which they keep an answer after its end.
+    """
+
+    def __init__(self, models: Sequence[Dispatcher], retention: float) -> None:
+        self._models = models
+        self._retention = retention
+        for one in models:
+            one.hold_copies(self._on_message)
+        self._tickets = count()
+        self._asked: dict[tuple[int, str], asyncio.Future[Fetched]] = {}
+        self._records: dict[str, _Copied] = {}
+        self._dirty: set[str] = set()
+        self._fetches: WeakKeyDictionary[ReplicaHandle, asyncio.Semaphore] = WeakKeyDictionary()
+        self._timer: asyncio.TimerHandle | None = None
+        self._looked_at: list[ReplicaHandle] = []
+        self._orphaned: Callable[[str], None] = lambda _: None
+        self._superseded: Callable[[str, int], None] = lambda *_: None
+
+    def listen(self, orphaned: Callable[[str], None], superseded: Callable[[str, int], None]) -> None:
+        """See `Copies.listen`."""
+        self._orphaned, self._superseded = orphaned, superseded
+
+    def put(self, record: Record) -> None:
+        """See `Copies.put`."""
+        copied = self._records.get(record.head.name)
+        if copied is None or copied.record is not record:
+            self._records[record.head.name] = _Copied(record)
+        self._dirty.add(record.head.name)
+        self._flush_after(PAUSE)
+
+    async def settle(self, record: Record) -> None:
+        """See `Copies.settle`."""
+        copied = self._records.get(record.head.name)
+        if copied is None:
+            return
+        self._copy(copied)
+        if (home := next(iter(copied.homes), None)) is not None:
+            await self._ask(home, record.head.name, record.head.tenant, len(record.notes), 0.0)
+
+    async def fetch(self, name: str, tenant: str | None) -> Record | None:
+        """See `Copies.fetch`. All replicas are asked: one may have fallen behind whose router could not reach it."""
+        answers = await asyncio.gather(*[self._fetch_from(one, name, tenant) for one in self._linked()])
+        if not any(heard for heard, _ in answers):
+            raise ApiError("no_replica", "no replica can be asked for what is kept of it; ask again")
+        found = [one for _, one in answers if one is not None]
+        return max(found, key=lambda one: (one.epoch, one.end is not None, len(one.notes)), default=None)
+
+    async def news(self, record: Record, known: int, wait: float) -> Record | None:
+        """See `Copies.news`. The first replica that has some is believed."""
+        head = record.head
+        asks = [asyncio.create_task(self._ask(one, head.name, head.tenant, known, wait)) for one in self._linked()]
+        none: Record | None = None
+        try:
+            for ask in asyncio.as_completed(asks):
+                found = await ask
+                if found is not None and found.name:
+                    news = Record(head, list(found.notes), unpack_end(found.end), found.epoch)
+                    if news.notes or news.end is not None or news.epoch > record.epoch:
+                        return news
+                    none = news
+            return none
+        finally:
+            for one in asks:
+                one.cancel()
+
+    def forget(self, name: str, tenant: str) -> None:
+        """See `Copies.forget`."""
+        self.drop(name)
+        for replica in self._linked():
+            self._send(replica, Forget(name, tenant))
+
+    def drop(self, name: str) -> None:
+        """See `Copies.drop`."""
+        self._records.pop(name, None)
+        self._dirty.discard(name)
+
+    def _on_message(self, replica: ReplicaHandle, message: Fetched | Orphaned | Superseded) -> None:
+        """Take in what a replica says of copies; an answer that comes too late is dropped."""
+        match message:
+            case Fetched():
+                answer = self._asked.pop((message.ticket, replica.replica_id), None)
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
+            case Orphaned(name=name):
+                self._orphaned(name)
+            case Superseded(name=name, epoch=epoch):
+                self._superseded(name, epoch)
+
+    def close(self) -> None:
+        """Copy nothing more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def _fetch_from(self, replica: ReplicaHandle, name: str, tenant: str | None) -> tuple[bool, Record | None]:
+        """Return whether a replica answers, and what it has."""
+        notes: list[bytes] = []
+        head = None
+        while True:
+            async with self._fetches.setdefault(replica, asyncio.Semaphore(FETCHES)):
+                found = await self._ask(replica, name, tenant, len(notes), 0.0)
+            if found is None or not found.name:
+                return found is not None, None
+            try:
+                head = head or unpack_head(found.head)
+                end = unpack_end(found.end)
+            except msgspec.MsgspecError as error:  # of a router of another version
+                log.warning("a copy of answer %s cannot be read: %s", name, error)
+                return True, None
+            notes += found.notes
+            if not found.more:
+                return True, Record(head, notes, end, found.epoch)
+
+    async def _ask(
+        self, replica: ReplicaHandle, name: str, tenant: str | None, known: int, wait: float
+    ) -> Fetched | None:
+        """Return what a replica says, None where it says nothing in time."""
+        key = next(self._tickets), replica.replica_id
+        answer = self._asked[key] = asyncio.get_running_loop().create_future()
+        self._send(replica, Fetch(key[0], name, tenant, known, wait))
+        try:
+            async with asyncio.timeout(wait + PATIENCE):
+                return await answer
+        except TimeoutError:
+            return None
+        finally:
+            self._asked.pop(key, None)
+
+    def _linked(self) -> list[ReplicaHandle]:
+        return [replica for model in self._models for replica in model.linked]
+
+    def _send(self, replica: ReplicaHandle, message: Up) -> None:
+        model = next((one for one in self._models if replica in one.linked), None)
+        if model is not None:
+            model.send(replica, message)
+
+    def _flush_after(self, seconds: float) -> None:
+        at = asyncio.get_running_loop().time() + seconds
+        if self._timer is not None:
+            if self._timer.when() <= at:
+                return
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(at, self._flush)
+
+    def _flush(self) -> None:
+        self._timer = None
+        linked = self._linked()
+        if linked != self._looked_at:  # whoever is gone or new may leave answers with too few copies
+            self._looked_at = linked
+            self._dirty.update(self._records)
+        dirty, self._dirty = self._dirty, set()
+        for name in dirty:
+            if (copied := self._records.get(name)) is not None:
+                self._copy(copied)
+        if self._records:
+            self._flush_after(PAUSE if self._dirty else LOOK)
+
+    def _copy(self, copied: _Copied) -> None:
+        """Tell the replicas that are to have a record what they do not have of it yet."""
+        record, linked = copied.record, self._linked()
+        copied.homes = {home: told for home, told in copied.homes.items() if home in linked}
+        copied.ended &= set(copied.homes)
+        name = record.head.name
+        for replica in sorted(linked, key=lambda one: (one.draining, _rank(name, one))):
+            if len([home for home in copied.homes if not home.draining]) >= NUM_COPIES:
+                break
+            copied.homes.setdefault(replica, -1)
+        for home in list(copied.homes):
+            self._tell(copied, home)
+
+    def _tell(self, copied: _Copied, home: ReplicaHandle) -> None:
+        record, told = copied.record, copied.homes[home]
+        head = pack_head(record.head) if told < 0 else b""
+        if len(head) > LARGEST_HEAD:
+            log.warning("the request of answer %s is too large: no replica has a copy", record.head.name)
+            return
+        told = max(told, 0)
+        while True:
+            notes, size = list[bytes](), 0
+            for note in record.notes[told:]:
+                if notes and size + len(note) > MOST_AT_ONCE:
+                    break
+                notes.append(note)
+                size += len(note)
+            last = told + len(notes) == len(record.notes)
+            end = pack_end(record.end) if last else b""
+            if not (head or notes or (end and home not in copied.ended)):
+                return
+            said = Keep(
+                record.head.name, record.epoch, record.head.tenant, head, told, tuple(notes), end, self._retention
+            )
+            try:
+                self._send(home, said)
+            except MessageTooLargeError:
+                log.warning("a note of answer %s is too large to be copied", record.head.name)
+                return
+            head, told = b"", told + len(notes)
+            copied.homes[home] = told
+            if end:
+                copied.ended.add(home)
+            if last:
+                return
+
+
+def _rank(name: str, replica: ReplicaHandle) -> bytes:
+    return blake2b(f"{name}/{replica.replica_id}".encode(), digest_size=8).digest()

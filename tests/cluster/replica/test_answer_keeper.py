@@ -1,0 +1,153 @@
+"""Copies of answers on a replica: the latest router counts, those of lost routers are offered, room is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.replica import answer_keeper
+from cluster.replica.answer_keeper import AnswerKeeper
+from cluster.wire.messages import Fetch, Fetched, Forget, Keep, Orphaned, Superseded
+
+
+class Router:
+    """A router's session that remembers what it is told."""
+
+    def __init__(self, name: str) -> None:
+        self.link = SimpleNamespace(router_id=name)
+        self.told: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.told.append(message)
+
+
+class Lab:
+    """A keeper and its routers."""
+
+    def __init__(self, *names: str, most_bytes: int = 1 << 20) -> None:
+        self.routers = [Router(name) for name in names]
+        self.linked: list[Any] = list(self.routers)
+        self.keeper = AnswerKeeper(lambda: self.linked, most_bytes)
+
+    def keep(self, router: Router, name: str = "resp_1", epoch: int = 0, **changes: Any) -> None:
+        given: dict[str, Any] = {"tenant": "ann", "head": b"head", "first": 0, "notes": (b"a",), "retention": 60.0}
+        self.keeper.take(router, Keep(name, epoch, **given | changes))  # type: ignore[arg-type]  # a fake session
+
+    def fetch(self, router: Router, name: str = "resp_1", tenant: str | None = "ann", **changes: Any) -> Fetched:
+        self.keeper.take(router, Fetch(7, name, tenant, **changes))  # type: ignore[arg-type]
+        return router.told.pop()  # type: ignore[no-any-return]
+
+    def leave(self, router: Router) -> None:
+        self.linked.remove(router)
+        self.keeper.left(router)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_keeper, "TURN", 0.001)
+
+
+async def test_notes_said_twice_count_once() -> None:
+    lab = Lab("one", "two")
+    one, two = lab.routers
+    lab.keep(one, notes=(b"a", b"b"))
+    lab.keep(one, head=b"", first=1, notes=(b"b", b"c"))
+    lab.keep(one, head=b"", first=9, notes=(b"z",))  # what came between is missing: it is not taken in
+    assert lab.fetch(two) == Fetched(7, "resp_1", 0, b"head", (b"a", b"b", b"c"))
+    assert lab.fetch(two, known=2) == Fetched(7, "resp_1", 0, b"", (b"c",))
+
+
+async def test_who_waits_is_answered_with_the_next_note() -> None:
+    lab = Lab("one", "two")
+    one, two = lab.routers
+    lab.keep(one)
+    lab.keeper.take(two, Fetch(8, "resp_1", "ann", known=1, wait=60.0))  # type: ignore[arg-type]
+    assert not two.told
+    lab.keep(one, head=b"", first=1, notes=(b"b",), end=b"end")
+    assert two.told == [Fetched(8, "resp_1", 0, b"", (b"b",), b"end")]
+
+
+async def test_other_tenants_find_nothing() -> None:
+    lab = Lab("one")
+    lab.keep(lab.routers[0])
+    assert lab.fetch(lab.routers[0], tenant="bob") == Fetched(7)
+    assert lab.fetch(lab.routers[0], tenant=None).name == "resp_1"
+
+
+async def test_a_later_epoch_replaces_an_earlier_one_and_not_the_other_way() -> None:
+    lab = Lab("one", "two")
+    one, two = lab.routers
+    lab.keep(one, notes=(b"a", b"b"))
+    lab.keep(two, epoch=1, notes=(b"c",))
+    assert one.told == [Superseded("resp_1", 1)]
+    lab.keep(one, head=b"", first=2, notes=(b"late",))
+    assert one.told == [Superseded("resp_1", 1)] * 2
+    assert lab.fetch(two).notes == (b"c",)
+
+
+async def test_of_two_that_begin_the_same_one_keeps_it() -> None:
+    """Whichever comes first."""
+    for order in ((0, 1), (1, 0)):
+        lab = Lab("one", "two")
+        for number in order:
+            lab.keep(lab.routers[number], notes=(b"%d" % number,))
+        assert lab.fetch(lab.routers[1]).notes == (b"1",)
+        assert lab.routers[0].told == [Superseded("resp_1", 0)]
+
+
+async def test_what_was_dropped_comes_back_by_no_late_word() -> None:
+    lab = Lab("one", "two")
+    one, two = lab.routers
+    lab.keep(one)
+    lab.keeper.take(two, Forget("resp_1", "bob"))  # type: ignore[arg-type]
+    assert lab.fetch(two).name == "resp_1"
+    lab.keeper.take(two, Forget("resp_1", "ann"))  # type: ignore[arg-type]
+    assert one.told == [Superseded("resp_1", 0)]
+    lab.keep(one)
+    assert lab.fetch(two) == Fetched(7)
+
+
+async def test_the_answers_of_a_lost_router_are_offered_by_all_replicas_to_the_same_one() -> None:
+    labs = [Lab("one", "two", "three", "four") for _ in range(2)]
+    names = [f"resp_{number}" for number in range(20)]
+    for lab in labs:
+        for name in names:
+            lab.keep(lab.routers[0], name)
+        lab.leave(lab.routers[0])
+    offered = []
+    for lab in labs:
+        while sum(len(router.told) for router in lab.routers) < len(names):
+            await asyncio.sleep(0.001)
+        offered.append({message.name: one.link.router_id for one in lab.routers for message in one.told})
+    assert offered[0] == offered[1]
+    assert set(offered[0]) == set(names)
+    assert len(set(offered[0].values())) == 3
+
+
+async def test_what_nobody_takes_is_offered_to_the_next() -> None:
+    lab = Lab("one", "two", "three")
+    lab.keep(lab.routers[0])
+    lab.leave(lab.routers[0])
+    while not all(Orphaned("resp_1") in router.told for router in lab.routers[1:]):
+        await asyncio.sleep(0.001)
+
+
+async def test_it_is_dropped_when_its_time_has_come() -> None:
+    lab = Lab("one")
+    lab.keep(lab.routers[0], end=b"end", retention=0.01)
+    lab.keep(lab.routers[0], "resp_2", retention=0.01)  # it runs
+    while len(lab.keeper) > 1:
+        await asyncio.sleep(0.001)
+    assert lab.fetch(lab.routers[0], "resp_2").name == "resp_2"
+
+
+async def test_the_oldest_that_have_ended_make_room() -> None:
+    lab = Lab("one", most_bytes=10_000)
+    lab.keep(lab.routers[0], "runs", notes=(bytes(3000),))
+    for number in range(8):
+        lab.keep(lab.routers[0], f"resp_{number}", notes=(bytes(3000),), end=b"end")
+    kept = [name for name in ("runs", *[f"resp_{n}" for n in range(8)]) if lab.fetch(lab.routers[0], name).name]
+    assert kept == ["runs", "resp_6", "resp_7"]
