@@ -1,0 +1,140 @@
+"""What must hold of a simulated cluster: after every event, and when all is over."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from tests.simulator.fleet import ReplicaLife, RouterLife
+
+if TYPE_CHECKING:
+    from tests.simulator.world import Answer, World
+
+RECOVERY = 6.0  # seconds after a fault in which its traces may last: a silence is noticed, links are made again
+UNAVAILABLE = frozenset({"no_replica", "replica_lost", "router_lost", "no_router", "overloaded"})
+DEATHS_OF_POISON = 3  # `quarantine_deaths`, and `MOST_LOSSES` of routers
+
+
+def after_event(world: World) -> None:
+    """Check what must hold at any moment."""
+    for life in _routers(world):
+        world.violations += _sums(life)
+        for replica in _replicas(world):
+            world.violations += _beliefs(world, life, replica)
+
+
+def at_end(world: World) -> None:
+    """Check every answer."""
+    for answer in world.answers:
+        world.violations += [f"{answer.name}: {told}" for told in _wrong(world, answer)]
+
+
+def left_over(world: World) -> list[str]:
+    """Return what should be gone when every answer has ended."""
+    left = [f"{one.name} runs {one.core.num_requests} requests" for one in _replicas(world) if one.core.num_requests]
+    for life in _routers(world):
+        waits = life.dispatcher.num_live + life.dispatcher.num_waiting
+        if world.history.ingress:
+            waits += life.admission.num_waiting
+        if waits:
+            left.append(f"{life.name} has {life.dispatcher.num_live} requests that live")
+    return left
+
+
+def trace_of(world: World) -> str:
+    """Return a digest of what every client got, and when."""
+    digest = blake2b(digest_size=8)
+    for answer in world.answers:
+        digest.update(repr((answer.name, sorted(answer.tokens.items()), answer.ends, answer.ended)).encode())
+        digest.update(answer.body)
+    return digest.hexdigest()
+
+
+def _routers(world: World) -> list[RouterLife]:
+    return [life for life in world.fleet.routers.values() if life.process.runs]
+
+
+def _replicas(world: World) -> list[ReplicaLife]:
+    return [life for life in world.fleet.replicas.values() if life.process.runs]
+
+
+def _sums(life: RouterLife) -> list[str]:
+    """Every request that was accepted has ended once, or lives."""
+    counters, live = life.dispatcher.counters, life.dispatcher.num_live
+    ended = sum(counters.outcomes.values())
+    if counters.accepted != ended + live:
+        return [f"{life.name}: {counters.accepted} requests were accepted, {ended} ended and {live} live"]
+    return []
+
+
+def _beliefs(world: World, router: RouterLife, replica: ReplicaLife) -> list[str]:
+    """Where nothing is on its way, a replica runs what its router believes."""
+    handle = router.dispatcher._replicas.get(replica.name)
+    session = replica.core._sessions.get(router.name)
+    if handle is None or session is None or handle.gone:
+        return []
+    connections = world.fleet.network.way(router.slot, replica.slot).connections
+    if not all(one.is_quiet for one in connections) or handle.incarnation != replica.core.incarnation:
+        return []
+    believed, runs = set(handle.live), set(session.runs)
+    if believed != runs:
+        return [f"{router.name} believes that {replica.name} runs {sorted(believed)}, it runs {sorted(runs)}"]
+    return []
+
+
+def _wrong(world: World, answer: Answer) -> list[str]:
+    """Return what is wrong with an answer."""
+    from tests.simulator.world import GONE, LEFT, WHOLE, undisturbed
+
+    wrong = []
+    if len(answer.ends) != 1:
+        return [f"it ended {len(answer.ends)} times: {answer.ends}"]
+    end = answer.ends[0]
+    versions = (1, 2) if world.fleet.skewed else (1,)
+    expected = [undisturbed(world.history, answer.asked, version) for version in versions]
+    if end == WHOLE:
+        if answer.tokens not in expected:
+            wrong.append(f"whole, with {answer.tokens} in place of {expected[0]}")
+    elif not any(_begins(answer.tokens, one) for one in expected):
+        wrong.append(f"ended as {end} after {answer.tokens} in place of {expected[0]}")
+    if end not in (WHOLE, LEFT, GONE) and not _explained(world, answer, end):
+        wrong.append(f"ended as {end} ({answer.status}), which no fault explains")
+    if end == LEFT and answer.asked.leaves is None:
+        wrong.append("its client is said to have left, and has not")
+    return wrong
+
+
+def _begins(tokens: dict[int, list[int]], whole: dict[int, list[int]]) -> bool:
+    return all(tokens[choice] == whole.get(choice, [])[: len(tokens[choice])] for choice in tokens)
+
+
+def _explained(world: World, answer: Answer, code: str) -> bool:
+    """Whether a fault can have led to this end."""
+    fleet = world.fleet
+    if code in UNAVAILABLE and was_out(world, answer.began, answer.ended):
+        return True
+    if code == "request_quarantined":
+        return answer.asked.poison or fleet.deaths >= DEATHS_OF_POISON
+    if code == "router_lost":
+        return fleet.router_losses >= DEATHS_OF_POISON
+    return code == "model_changed" and fleet.skewed
+
+
+def was_out(world: World, began: float, ended: float) -> bool:
+    """Whether at some time no router had a replica, for all one can tell from the faults."""
+    fleet, history = world.fleet, world.history
+    pairs = [
+        _union(fleet.downs, (f"router-{i}",), (f"replica-{j}",), (f"router-{i}", f"replica-{j}"))
+        for i in range(history.routers)
+        for j in range(history.replicas)
+    ]
+    moments = sorted({began, *(begin for pair in pairs for begin, _ in pair if began <= begin <= ended)})
+    return any(all(_covers(pair, moment) for pair in pairs) for moment in moments)
+
+
+def _union(downs: dict[tuple[str, ...], list[tuple[float, float]]], *names: tuple[str, ...]) -> list[tuple[float, float]]:
+    return [(begin, end + RECOVERY) for name in names for begin, end in downs.get(name, ())]
+
+
+def _covers(spans: list[tuple[float, float]], moment: float) -> bool:
+    return any(begin <= moment <= end for begin, end in spans)
