@@ -228,7 +228,7 @@ class Absent:
         self, pool: list[ReplicaHandle], present: list[ReplicaHandle], num_waiting: int, now: float
     ) -> list[ReplicaHandle]:
         """Return those of `pool` that may have one of `num_waiting` requests that wait. present: all there are."""
-        if now >= self._gathers_until:
+        if now >= self._gathers_until or not pool:
             return pool
         total = num_waiting + sum([len(replica.live) for replica in present])
         share = -(-total // (len(present) + self._num_expected(now)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hashlib import blake2b
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from tests.simulator.fleet import ReplicaLife, RouterLife
@@ -74,7 +75,7 @@ def _beliefs(world: World, router: RouterLife, replica: ReplicaLife) -> list[str
     if handle is None or session is None or handle.gone:
         return []
     connections = world.fleet.network.way(router.slot, replica.slot).connections
-    if not all(one.is_quiet for one in connections) or handle.incarnation != replica.core.incarnation:
+    if not connections or not all(one.is_quiet for one in connections) or handle.incarnation != replica.core.incarnation:
         return []
     believed, runs = set(handle.live), set(session.runs)
     if believed != runs:
@@ -111,7 +112,7 @@ def _begins(tokens: dict[int, list[int]], whole: dict[int, list[int]]) -> bool:
 def _explained(world: World, answer: Answer, code: str) -> bool:
     """Whether a fault can have led to this end."""
     fleet = world.fleet
-    if code in UNAVAILABLE and was_out(world, answer.began, answer.ended):
+    if code in UNAVAILABLE and was_out(world, answer):
         return True
     if code == "request_quarantined":
         return answer.asked.poison or fleet.deaths >= DEATHS_OF_POISON
@@ -120,16 +121,16 @@ def _explained(world: World, answer: Answer, code: str) -> bool:
     return code == "model_changed" and fleet.skewed
 
 
-def was_out(world: World, began: float, ended: float) -> bool:
-    """Whether at some time no router had a replica, for all one can tell from the faults."""
+def was_out(world: World, answer: Answer) -> bool:
+    """Whether at some time there was no router for a request, or one that it may have come to had no replica."""
     fleet, history = world.fleet, world.history
-    pairs = [
-        _union(fleet.downs, (f"router-{i}",), (f"replica-{j}",), (f"router-{i}", f"replica-{j}"))
-        for i in range(history.routers)
-        for j in range(history.replicas)
-    ]
-    moments = sorted({began, *(begin for pair in pairs for begin, _ in pair if began <= begin <= ended)})
-    return any(all(_covers(pair, moment) for pair in pairs) for moment in moments)
+    routers = [f"router-{i}" for i in range(history.routers)]
+    replicas = [f"replica-{i}" for i in range(history.replicas)]
+    mine = routers if answer.router is None else [answer.router.slot]
+    ways = [[_union(fleet.downs, (one,), (router, one)) for one in replicas] for router in mine]
+    out = [[_union(fleet.downs, (one,)) for one in routers], *ways]
+    begins = {begin for spans in (*chain(*out),) for begin, _ in spans if answer.began <= begin <= answer.ended}
+    return any(all(_covers(spans, moment) for spans in one) for one in out for moment in {answer.began, *begins})
 
 
 def _union(downs: dict[tuple[str, ...], list[tuple[float, float]]], *names: tuple[str, ...]) -> list[tuple[float, float]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,10 +13,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from starlette import routing
 from starlette.types import ASGIApp
 
 from cluster.config import ClusterConfig
-from cluster.http.app import build_app
+from cluster.http import app
+from cluster.http.ui import ui_route
 from cluster.ingress.router_side import IngressCheck
 from cluster.openai.served_model import ServedModel
 from cluster.replica.core import ReplicaCore
@@ -65,6 +68,20 @@ def token_at(history: History, version: int, seed: int, choice: int, position: i
         mixed = np.array([seed + 7919 * choice]), np.array([position])
         return int(simulated_tokens(*mixed, VOCAB - FIRST_TOKEN)[0])
     return hashed_token(version, seed, choice, position, VOCAB)
+
+
+_ui_route, _compile_path = cache(ui_route), cache(routing.compile_path)
+
+
+@contextmanager
+def memoised() -> Iterator[None]:
+    """Have the app's page and patterns of paths made once: they are the same in every router."""
+    before = app.ui_route, routing.compile_path
+    app.ui_route, routing.compile_path = _ui_route, _compile_path
+    try:
+        yield
+    finally:
+        app.ui_route, routing.compile_path = before
 
 
 class ReplicaLife:
@@ -143,8 +160,9 @@ class RouterLife:
                 replicas=self.dispatcher.replicas,
                 ask_router=self.dispatcher.explain,
             )
-            app = build_app(Models([front]), metrics, lambda: {"ready": True}, names_answers=False)
-            self.app = IngressCheck(app, CONFIG.router_wait)
+            with memoised():
+                inner = app.build_app(Models([front]), metrics, lambda: {"ready": True}, names_answers=False)
+            self.app = IngressCheck(inner, CONFIG.router_wait)
 
     async def _connect(self, address: LinkAddress, router_id: str) -> ReplicaLink:
         fleet = self._fleet

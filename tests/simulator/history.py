@@ -154,7 +154,7 @@ def _arrival(rng: Random, routers: int, number: int) -> Arrive:
         _time(rng, ARRIVALS),
         rng.getrandbits(30),
         prompt=rng.choice((2, 8, 20, 60)),
-        tokens=rng.choice((1, 3, 10, 20, 40)),
+        tokens=rng.choice((1, 3, 6, 12, 24)),
         choices=rng.choice((1, 1, 1, 1, 2)),
         router=rng.randrange(routers),
         stream=rng.random() < 0.8,
