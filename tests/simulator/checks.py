@@ -6,11 +6,14 @@ from hashlib import blake2b
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from cluster.admission.keys import OPEN
+from engine.errors import IntegrityError
 from tests.simulator.fleet import ReplicaLife, RouterLife
 
 if TYPE_CHECKING:
     from tests.simulator.world import Answer, World
 
+AT_ONCE = 0.3  # seconds after which what can run does
 RECOVERY = 6.0  # seconds after a fault in which its traces may last: a silence is noticed, links are made again
 UNAVAILABLE = frozenset({"no_replica", "replica_lost", "router_lost", "no_router", "overloaded"})
 DEATHS_OF_POISON = 3  # `quarantine_deaths`, and `MOST_LOSSES` of routers
@@ -18,14 +21,39 @@ DEATHS_OF_POISON = 3  # `quarantine_deaths`, and `MOST_LOSSES` of routers
 
 def after_event(world: World) -> None:
     """Check what must hold at any moment."""
+    for replica in _replicas(world):
+        world.violations += _owned(replica)
     for life in _routers(world):
         world.violations += _sums(life)
+        if waits := _could_run(life):
+            world.fleet.after(AT_ONCE, _look_again, world, life, waits)
         for replica in _replicas(world):
             world.violations += _beliefs(world, life, replica)
 
 
+def _could_run(life: RouterLife) -> set[str]:
+    """Return what waits in a router although there is a replica for it."""
+    return life.process.call(_with_a_replica, life)
+
+
+def _with_a_replica(life: RouterLife) -> set[str]:
+    placement, selection = life.dispatcher._placement, life.dispatcher._replicas.selection
+    waiting = placement._waiting.waiting()
+    return {live.request_id for i, live in enumerate(waiting) if selection._pool_for(live, len(waiting) - i)}
+
+
+def _look_again(world: World, life: RouterLife, waited: set[str]) -> None:
+    """Note what still waits although it could run then and can now."""
+    if life.process.runs and (still := waited & _could_run(life)):
+        world.violations.append(f"{life.name}: {sorted(still)} wait although a replica would take them")
+
+
 def at_end(world: World) -> None:
-    """Check every answer."""
+    """Check every answer, and the accounts."""
+    for life in world.fleet.replicas.values():
+        world.violations += _costs(life)
+    if world.history.ingress:
+        world.violations += _quotas(world)
     for answer in world.answers:
         world.violations += [f"{answer.name}: {told}" for told in _wrong(world, answer)]
 
@@ -59,6 +87,15 @@ def _replicas(world: World) -> list[ReplicaLife]:
     return [life for life in world.fleet.replicas.values() if life.process.runs]
 
 
+def _owned(life: ReplicaLife) -> list[str]:
+    """What a replica runs is of routers that it has links to."""
+    sessions = life.core._sessions._sessions.values()
+    known = sum(len(session.runs) for session in sessions)
+    if known != life.core.num_requests:
+        return [f"{life.name} runs {life.core.num_requests} requests, {known} of them of routers that it is linked to"]
+    return []
+
+
 def _sums(life: RouterLife) -> list[str]:
     """Every request that was accepted has ended once, or lives."""
     counters, live = life.dispatcher.counters, life.dispatcher.num_live
@@ -66,6 +103,31 @@ def _sums(life: RouterLife) -> list[str]:
     if counters.accepted != ended + live:
         return [f"{life.name}: {counters.accepted} requests were accepted, {ended} ended and {live} live"]
     return []
+
+
+def _costs(life: ReplicaLife) -> list[str]:
+    """All time of a replica's device is charged to somebody, or idle."""
+    try:
+        life.core._engine._accounts.check_integrity()
+    except IntegrityError as error:
+        return [f"{life.name}: {error}"]
+    return []
+
+
+def _quotas(world: World) -> list[str]:
+    """Every request has left its tenant's count; where no router was lost or stopped, each token was charged once."""
+    wrong = []
+    for life in _routers(world):
+        if running := life.tenancy.quotas.running(OPEN):
+            wrong.append(f"{life.name}: {running} requests are counted as running")
+    counts = [counts for life in world.fleet.all_routers for counts in life.tenancy.counts.values()]
+    if all(answer.ends == ["whole"] for answer in world.answers) and not world.fleet.router_losses:
+        asked = [answer.asked for answer in world.answers]
+        due = sum(one.prompt for one in asked), sum(one.tokens * one.choices for one in asked)
+        charged = sum(one.prompt_tokens for one in counts), sum(one.output_tokens for one in counts)
+        if charged != due:
+            wrong.append(f"{charged} tokens of prompts and output were charged in place of {due}")
+    return wrong
 
 
 def _beliefs(world: World, router: RouterLife, replica: ReplicaLife) -> list[str]:

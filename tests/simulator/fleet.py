@@ -16,6 +16,7 @@ import numpy as np
 from starlette import routing
 from starlette.types import ASGIApp
 
+from cluster.admission.tenants import Tenancy
 from cluster.config import ClusterConfig
 from cluster.http import app
 from cluster.http.ui import ui_route
@@ -33,6 +34,7 @@ from cluster.wire.link import Announcement, LinkAddress, ReplicaLink
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.report import StepReport
+from engine.request import Request
 from tests.openai_app import MODEL, served_model
 from tests.simulator.engine import FIRST_TOKEN, ModelledExecutor, SimulatedEngine, StepTimes, simulated_tokens
 from tests.simulator.history import History
@@ -50,6 +52,12 @@ def demo_model() -> ServedModel:
     """Return the model that routers serve, with a small tokenizer."""
     with TemporaryDirectory() as folder:
         return served_model(Path(folder), max_model_len=CONTEXT)
+
+
+@cache
+def config_of(seats: int) -> ClusterConfig:
+    """Return the default settings for replicas that run so many sequences at once."""
+    return ClusterConfig(model=MODEL, max_num_seqs=seats)
 
 
 class CheckedCore(EngineCore):
@@ -96,36 +104,52 @@ class ReplicaLife:
         self.drains = False
         self._fleet = fleet
         self.core: ReplicaCore = self.process.call(self._made)
-        begin = self.core.on_begin
-
-        def on_begin(request_ids: list[str]) -> None:
-            begin(request_ids)
-            if any(fleet.is_poison(name) for name in request_ids):
-                fleet.after(0.001, fleet.poisoned, self)
-
-        self.core.on_begin = on_begin  # type: ignore[method-assign]
 
     def _made(self) -> ReplicaCore:
         fleet, loop = self._fleet, self._fleet.loop
         core: Any
         if fleet.history.real_engine:
-            sizes = {"max_model_len": CONTEXT, "max_num_seqs": CONFIG.max_num_seqs, "block_size": BLOCK}
+            sizes = {"max_model_len": CONTEXT, "max_num_seqs": fleet.history.seats, "block_size": BLOCK}
             times = StepTimes(BASE, BASE / CHUNK, PER_SEQUENCE, 0.0)
             executor = ModelledExecutor(times, VOCAB)
             core = CheckedCore(EngineConfig("simulated", **sizes), executor, (0,), VOCAB, BLOCKS, loop.time)  # type: ignore[arg-type]
             last_step: Callable[[], float] = lambda: executor.last_step
         else:
-            core = StubCore(loop.time, VOCAB, CONFIG.max_num_seqs, CHUNK, self.version, BLOCKS)
+            core = StubCore(loop.time, VOCAB, fleet.history.seats, CHUNK, self.version, BLOCKS)
             last_step = lambda: core.last_step
         fingerprint = f"model-{self.version}"
         facts = ReplicaFacts(self.name, "simulated", CONTEXT, VOCAB, BLOCK, BLOCKS - 1, fingerprint=fingerprint)
 
         def engine(core: EngineCore, loop: asyncio.AbstractEventLoop, listener: EngineListener) -> SimulatedEngine:
-            return SimulatedEngine(core, loop, listener, last_step)
+            return _MortalEngine(core, loop, listener, last_step, self._begins)
 
         return ReplicaCore(
             core, facts, None, incarnation=fleet.rng.getrandbits(62), engine=engine, clock=loop.time
         )
+
+
+    def _begins(self, requests: list[Request]) -> None:
+        if any(request.seed in self._fleet.poison for request in requests):
+            self._fleet.after(0.001, self._fleet.poisoned, self)
+
+
+class _MortalEngine(SimulatedEngine):
+    """Says to `begins` what each step is the first for."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        loop: asyncio.AbstractEventLoop,
+        listener: EngineListener,
+        step_seconds: Callable[[], float],
+        begins: Callable[[list[Request]], None],
+    ) -> None:
+        self._begins = begins
+        super().__init__(core, loop, listener, step_seconds)
+
+    def _begin(self, requests: list[Request]) -> None:
+        super()._begin(requests)
+        self._begins(requests)
 
 
 class RouterLife:
@@ -151,7 +175,8 @@ class RouterLife:
         )
         if fleet.history.ingress:
             model, metrics = demo_model(), Metrics(fleet.loop.time)
-            self.admission = admission_queue(CONFIG, self.dispatcher, None, lambda: fleet.history.routers)
+            self.tenancy = Tenancy()
+            self.admission = admission_queue(fleet.config, self.dispatcher, None, lambda: fleet.history.routers)
             front = ModelFront(
                 model,
                 self.admission,
@@ -161,7 +186,7 @@ class RouterLife:
                 ask_router=self.dispatcher.explain,
             )
             with memoised():
-                inner = app.build_app(Models([front]), metrics, lambda: {"ready": True}, names_answers=False)
+                inner = app.build_app(Models([front]), metrics, lambda: {"ready": True}, names_answers=False, tenancy=self.tenancy)
             self.app = IngressCheck(inner, CONFIG.router_wait)
 
     async def _connect(self, address: LinkAddress, router_id: str) -> ReplicaLink:
@@ -226,7 +251,7 @@ class Fleet:
     downs: when a place, or a way between two, did not work: (from, until).
     """
 
-    def __init__(self, history: History, loop: SimulatedLoop, is_poison: Callable[[str], bool]) -> None:
+    def __init__(self, history: History, loop: SimulatedLoop) -> None:
         self.history = history
         self.loop = loop
         self.rng = Random(history.seed)
@@ -236,8 +261,10 @@ class Fleet:
         self.downs: dict[tuple[str, ...], list[tuple[float, float]]] = {}
         self.deaths = 0  # of replicas
         self.router_losses = 0
-        self.skewed = False
-        self.is_poison = is_poison
+        self.skewed = history.updated > 0
+        self.poison = {one.seed for one in history.arrivals if one.poison}
+        self.all_routers: list[RouterLife] = []
+        self.config = config_of(history.seats)
         self.all_replicas: dict[str, ReplicaLife] = {}
         self._serving: dict[str, ReplicaLife] = {}  # as Serve sees it
         self._watches: list[tuple[RouterLife, ReplicaWatch]] = []
@@ -261,7 +288,8 @@ class Fleet:
 
     def start_router(self, slot: str) -> None:
         """Start a router in a place."""
-        self.routers[slot] = RouterLife(self, slot)
+        life = self.routers[slot] = RouterLife(self, slot)
+        self.all_routers.append(life)
         self._wake()
 
     def replica(self, name: str) -> ReplicaLife:

@@ -114,6 +114,7 @@ class History:
     """seed: of all that is left to chance while it runs: choices of routers, ids, clocks.
 
     ingress: whether clients ask over HTTP, through the holder. real_engine: whether replicas run the real engine core.
+    seats: sequences that a replica runs at once. updated: replicas, the last ones, that run another model at first.
     """
 
     seed: int
@@ -122,6 +123,8 @@ class History:
     events: tuple[Event, ...]
     ingress: bool = False
     real_engine: bool = False
+    seats: int = 256
+    updated: int = 0
 
     @property
     def arrivals(self) -> list[Arrive]:
@@ -140,9 +143,11 @@ def drawn(seed: int) -> History:
     routers, replicas = rng.choice((1, 2, 2, 3) if ingress else (1, 1, 2)), rng.choice((1, 2, 2, 3, 4))
     events: list[Event] = [_arrival(rng, routers, number) for number in range(rng.randint(3, 8))]
     for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6))):
-        events.append(_fault(rng, routers, replicas, ingress))
+        events.append(_fault(rng, _moment(rng, events), routers, replicas, ingress))
     events.sort(key=lambda event: event.at)
-    return History(seed, routers, replicas, tuple(events), ingress, rng.random() < 0.05)
+    real_engine, seats = rng.random() < 0.05, rng.choice((256, 256, 3))
+    updated = rng.randrange(replicas) if rng.random() < 0.2 and not real_engine else 0
+    return History(seed, routers, replicas, tuple(events), ingress, real_engine, seats, updated)
 
 
 def _time(rng: Random, end: float) -> float:
@@ -164,15 +169,21 @@ def _arrival(rng: Random, routers: int, number: int) -> Arrive:
     )
 
 
-def _fault(rng: Random, routers: int, replicas: int, ingress: bool) -> Event:
-    at = _time(rng, FAULTS)
+def _moment(rng: Random, events: list[Event]) -> float:
+    """Return when a fault comes: most often while an answer is made."""
+    if rng.random() < 0.3:
+        return _time(rng, FAULTS)
+    return round(rng.choice(events).at + _time(rng, 0.5), 4)
+
+
+def _fault(rng: Random, at: float, routers: int, replicas: int, ingress: bool) -> Event:
     router, replica = f"router-{rng.randrange(routers)}", f"replica-{rng.randrange(replicas)}"
     either = rng.choice((router, replica))
     back = rng.choice((0.05, 0.5, 1.0, 3.0))
     seconds = rng.choice((0.1, 0.6, 2.0, 4.0, 8.0))
     match rng.choice("kkkkksslcccpppwwdvhe"):
         case "k":
-            return Kill(at, rng.choice((replica, replica, router)), back, rng.random() < 0.3)
+            return Kill(at, rng.choice((replica, router)), back, rng.random() < 0.3)
         case "s":
             return Stop(at, either, seconds)
         case "l":

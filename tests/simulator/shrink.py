@@ -38,6 +38,8 @@ def _shorter(history: History) -> Iterator[History]:
         size //= 2
     if history.real_engine:
         yield replace(history, real_engine=False)
+    if history.updated:
+        yield replace(history, updated=0)
     for number, event in enumerate(history.events):
         for plainer in _plainer(event):
             events = (*history.events[:number], plainer, *history.events[number + 1 :])

@@ -71,26 +71,15 @@ class World:
         self.loop = loop
         self.answers: list[Answer] = []
         self.violations: list[str] = []
-        poison = {f"r{one.seed}" for one in history.arrivals if one.poison}
-        seeds = {str(one.seed) for one in history.arrivals if one.poison}
-        self._poison = poison
-        self._poison_seeds = seeds
-        self.fleet = Fleet(history, loop, self._is_poison)
+        self.fleet = Fleet(history, loop)
         self.holder: SimulatedProcess
         self.guard: RouterLossGuard
-
-    def _is_poison(self, engine_id: str) -> bool:
-        if not self._poison:
-            return False
-        if not self.history.ingress:
-            return engine_id.split("@")[0] in self._poison
-        return False
 
     async def run(self) -> None:
         """Let it happen."""
         fleet, history = self.fleet, self.history
         for number in range(history.replicas):
-            fleet.start_replica(f"replica-{number}")
+            fleet.start_replica(f"replica-{number}", 2 if number >= history.replicas - history.updated else 1)
         for number in range(history.routers):
             fleet.start_router(f"router-{number}")
         self._start_holder()
@@ -164,6 +153,7 @@ class World:
         if process is None or not process.runs:
             return
         process.stop()
+        self.fleet.router_losses += event.process in self.fleet.routers  # for its clients, if it takes long
         self.fleet.down((event.process,), event.seconds)
         self.fleet.after(event.seconds, process.go_on)
 
