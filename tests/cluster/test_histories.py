@@ -1,4 +1,4 @@
-"""Whole clusters in virtual time, under faults drawn from seeds: what clients get, and what replicas and routers hold."""
+"""Whole clusters in virtual time, under faults drawn from seeds: what clients get, what routers and replicas hold."""
 
 from __future__ import annotations
 
@@ -50,9 +50,16 @@ def test_a_history_that_failed_once(showed: str) -> None:
 def test_a_history_is_the_same_whenever_it_is_run() -> None:
     """Whatever hashes and addresses are in the process that runs it."""
     seeds = range(15)
-    code = "from tests.simulator import world, history\nfor seed in range(15): print(world.run(history.drawn(seed)).trace)"
+    code = (
+        "from tests.simulator import world, history\n"
+        "for seed in range(15): print(world.run(history.drawn(seed)).trace)"
+    )
     told = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": "7"}, check=True, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONHASHSEED": "7"},
+        check=True,
+        capture_output=True,
+        text=True,
     )
     assert told.stdout.split() == [run(drawn(seed)).trace for seed in seeds]
 

@@ -42,10 +42,11 @@ def main(args: list[str]) -> int:
             print(f"seed {seed}: {'; '.join(violations)[:600]}", flush=True)
         total.add(tally)
     passed = time.monotonic() - began
+    rate, of_cpu = 60 * total.histories / passed, 60 * total.histories / total.cpu
     print(
         f"{total.histories} histories ({total.over_http} over HTTP), {total.streams} streams ({total.whole} whole), "
-        f"{len(total.failed)} with violations; {passed:.0f} s, {60 * total.histories / passed:.0f} histories a minute "
-        f"in {given.processes} processes, {60 * total.histories / total.cpu:.0f} a minute of CPU time"
+        f"{len(total.failed)} with violations; {passed:.0f} s, {rate:.0f} histories a minute "
+        f"in {given.processes} processes, {of_cpu:.0f} a minute of CPU time"
     )
     for seed in list(total.failed)[:SHOWN]:
         _show(drawn(seed))

@@ -92,7 +92,9 @@ def _owned(life: ReplicaLife) -> list[str]:
     sessions = life.core._sessions._sessions.values()
     known = sum(len(session.runs) for session in sessions)
     if known != life.core.num_requests:
-        return [f"{life.name} runs {life.core.num_requests} requests, {known} of them of routers that it is linked to"]
+        return [
+            f"{life.name} runs {life.core.num_requests} requests, {known} of them of routers that it is linked to"
+        ]
     return []
 
 
@@ -137,7 +139,11 @@ def _beliefs(world: World, router: RouterLife, replica: ReplicaLife) -> list[str
     if handle is None or session is None or handle.gone:
         return []
     connections = world.fleet.network.way(router.slot, replica.slot).connections
-    if not connections or not all(one.is_quiet for one in connections) or handle.incarnation != replica.core.incarnation:
+    if (
+        not connections
+        or not all(one.is_quiet for one in connections)
+        or handle.incarnation != replica.core.incarnation
+    ):
         return []
     believed, runs = set(handle.live), set(session.runs)
     if believed != runs:
@@ -195,7 +201,9 @@ def was_out(world: World, answer: Answer) -> bool:
     return any(all(_covers(spans, moment) for spans in one) for one in out for moment in {answer.began, *begins})
 
 
-def _union(downs: dict[tuple[str, ...], list[tuple[float, float]]], *names: tuple[str, ...]) -> list[tuple[float, float]]:
+def _union(
+    downs: dict[tuple[str, ...], list[tuple[float, float]]], *names: tuple[str, ...]
+) -> list[tuple[float, float]]:
     return [(begin, end + RECOVERY) for name in names for begin, end in downs.get(name, ())]
 
 

@@ -113,20 +113,23 @@ class ReplicaLife:
             times = StepTimes(BASE, BASE / CHUNK, PER_SEQUENCE, 0.0)
             executor = ModelledExecutor(times, VOCAB)
             core = CheckedCore(EngineConfig("simulated", **sizes), executor, (0,), VOCAB, BLOCKS, loop.time)  # type: ignore[arg-type]
-            last_step: Callable[[], float] = lambda: executor.last_step
+
+            def last_step() -> float:
+                return executor.last_step
+
         else:
             core = StubCore(loop.time, VOCAB, fleet.history.seats, CHUNK, self.version, BLOCKS)
-            last_step = lambda: core.last_step
+
+            def last_step() -> float:
+                return core.last_step  # type: ignore[no-any-return]
+
         fingerprint = f"model-{self.version}"
         facts = ReplicaFacts(self.name, "simulated", CONTEXT, VOCAB, BLOCK, BLOCKS - 1, fingerprint=fingerprint)
 
         def engine(core: EngineCore, loop: asyncio.AbstractEventLoop, listener: EngineListener) -> SimulatedEngine:
             return _MortalEngine(core, loop, listener, last_step, self._begins)
 
-        return ReplicaCore(
-            core, facts, None, incarnation=fleet.rng.getrandbits(62), engine=engine, clock=loop.time
-        )
-
+        return ReplicaCore(core, facts, None, incarnation=fleet.rng.getrandbits(62), engine=engine, clock=loop.time)
 
     def _begins(self, requests: list[Request]) -> None:
         if any(request.seed in self._fleet.poison for request in requests):
@@ -170,9 +173,7 @@ class RouterLife:
         fleet = self._fleet
         self.dispatcher = Dispatcher(dispatcher_config(CONFIG), Random(fleet.rng.getrandbits(32)))
         leases: Any = _LeaseHandle(fleet, self)
-        self.directory = ReplicaDirectory(
-            self.name, leases, self.dispatcher, node="node", connect=self._connect
-        )
+        self.directory = ReplicaDirectory(self.name, leases, self.dispatcher, node="node", connect=self._connect)
         if fleet.history.ingress:
             model, metrics = demo_model(), Metrics(fleet.loop.time)
             self.tenancy = Tenancy()
@@ -186,7 +187,9 @@ class RouterLife:
                 ask_router=self.dispatcher.explain,
             )
             with memoised():
-                inner = app.build_app(Models([front]), metrics, lambda: {"ready": True}, names_answers=False, tenancy=self.tenancy)
+                inner = app.build_app(
+                    Models([front]), metrics, lambda: {"ready": True}, names_answers=False, tenancy=self.tenancy
+                )
             self.app = IngressCheck(inner, CONFIG.router_wait)
 
     async def _connect(self, address: LinkAddress, router_id: str) -> ReplicaLink:
@@ -234,8 +237,9 @@ class Lease:
         self._fleet.watch(self._router, self._watch)
         while True:
             fresh = [life for life in self._fleet.members() if life.name not in self._watch.known]
-            if fresh and fresh[0].process.runs:
-                self._life = fresh[0]
+            # Serve asks those it chooses from how much they have to do, and takes none that does not answer.
+            self._life = next((life for life in fresh if life.process.runs), None)
+            if self._life is not None:
                 address = LinkAddress(self._life.name, 1, "")
                 return Announcement(self._life.name, address, {}, BLOCKS * BLOCK, (1,))
             # Serve's router looks again when the set changes and now and then.

@@ -113,7 +113,7 @@ Event = Arrive | Kill | EngineDies | Stop | Leap | Cut | Partition | Slow | Drai
 class History:
     """seed: of all that is left to chance while it runs: choices of routers, ids, clocks.
 
-    ingress: whether clients ask over HTTP, through the holder. real_engine: whether replicas run the real engine core.
+    ingress: whether clients ask over HTTP, through the holder. real_engine: whether replicas run the real core.
     seats: sequences that a replica runs at once. updated: replicas, the last ones, that run another model at first.
     """
 

@@ -35,7 +35,7 @@ Serve = Callable[[RouterLink], Coroutine[Any, Any, None]]
 
 @dataclass
 class Way:
-    """What lies between two processes. blocked: until when nothing gets through. delay: of each frame, until `slow`."""
+    """What lies between two processes. blocked: until when nothing gets through. delay: of frames, until `slow`."""
 
     blocked: float = 0.0
     slow: float = 0.0
@@ -85,7 +85,7 @@ class Network:
         router_id: str,
         ways: tuple[str, str],
     ) -> ReplicaLink:
-        """Open a link; called in the router's process. ways: names of the places of both. Raises `LinkRefusedError`."""
+        """Open a link, in the router's process. ways: names of the places of both. Raises `LinkRefusedError`."""
         way = self.way(*ways)
         await asyncio.sleep(LATENCY)
         if way.blocked > self.loop.now:

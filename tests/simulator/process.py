@@ -1,4 +1,4 @@
-"""Processes that share one event loop in virtual time: each may stop, die, or have its clock leap, as a real one does.
+"""Processes that share an event loop in virtual time: each may stop, die, or have its clock leap, as real ones do.
 
 What a process does runs in its own context, so the loop knows of every callback and timer whose it is. Those of a
 stopped process wait until it goes on; those of a dead one are dropped, whatever they would have said.
@@ -97,7 +97,9 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.processes: list[SimulatedProcess] = []
         self.ready = self._ready  # type: ignore[attr-defined]
         self._now = 0.0
-        self._timers: list[tuple[float, int, TimerHandle]] = []  # those of one moment in the order in which they were set
+        self._timers: list[
+            tuple[float, int, TimerHandle]
+        ] = []  # those of one moment in the order in which they were set
         self._num_timers = 0
         self._ends = False
         self._tasks: list[asyncio.Task[Any]] = []  # kept until the end: what a dead process had begun ends with it

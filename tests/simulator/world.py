@@ -28,7 +28,11 @@ from tests.simulator.process import SimulatedLoop, SimulatedProcess, StuckError
 PROMPT_BASE = 10  # smallest token id of a prompt
 PATIENCE = 400.0  # seconds after the last event in which every answer must have ended
 SETTLED = 15.0  # seconds after the last answer in which nothing may be left: above `ReplicaTimes.router_timeout`
-WHOLE, LEFT, GONE = "whole", "left", "gone"  # ends that are no errors; gone: with the process that held its connection
+WHOLE, LEFT, GONE = (
+    "whole",
+    "left",
+    "gone",
+)  # ends that are no errors; gone: with the process that held its connection
 
 
 @dataclass(eq=False)
