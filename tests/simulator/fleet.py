@@ -25,11 +25,13 @@ from cluster.openai.served_model import ServedModel
 from cluster.replica.core import ReplicaCore
 from cluster.replica.engine_thread import EngineListener
 from cluster.replica.sessions import ReplicaFacts
-from cluster.router.directory import ReplicaDirectory, ReplicaWatch
+from cluster.router.directory import Connect, ReplicaDirectory, ReplicaWatch
 from cluster.router.dispatcher import Dispatcher
+from cluster.router.incidents import IncidentLog, RecordedSource
 from cluster.router.live_model import admission_queue, dispatcher_config
 from cluster.router.models import ModelFront, Models
 from cluster.telemetry.metrics import Metrics, ReplicaSetStats
+from cluster.token_source import TokenSource
 from cluster.wire.link import Announcement, LinkAddress, ReplicaLink
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -173,11 +175,19 @@ class RouterLife:
         fleet = self._fleet
         self.dispatcher = Dispatcher(dispatcher_config(CONFIG), Random(fleet.rng.getrandbits(32)))
         leases: Any = _LeaseHandle(fleet, self)
-        self.directory = ReplicaDirectory(self.name, leases, self.dispatcher, node="node", connect=self._connect)
+        connect: Connect = self._connect
+        self.source: TokenSource = self.dispatcher
+        if fleet.record is not None:
+            incidents = IncidentLog(fleet.record, self.name, fleet.loop.time)
+            fleet.records.append(incidents)
+            connect, self.source = incidents.connecting(connect), RecordedSource(self.source, incidents)
+        self.directory = ReplicaDirectory(self.name, leases, self.dispatcher, node="node", connect=connect)
         if fleet.history.ingress:
             model, metrics = demo_model(), Metrics(fleet.loop.time)
             self.tenancy = Tenancy()
-            self.admission = admission_queue(fleet.config, self.dispatcher, None, lambda: fleet.history.routers)
+            self.admission = admission_queue(
+                fleet.config, self.dispatcher, self.source, lambda: fleet.history.routers
+            )
             front = ModelFront(
                 model,
                 self.admission,
@@ -255,10 +265,12 @@ class Fleet:
     downs: when a place, or a way between two, did not work: (from, until).
     """
 
-    def __init__(self, history: History, loop: SimulatedLoop) -> None:
+    def __init__(self, history: History, loop: SimulatedLoop, record: str | None = None) -> None:
         self.history = history
         self.loop = loop
         self.rng = Random(history.seed)
+        self.record = record
+        self.records: list[IncidentLog] = []
         self.network = Network(loop)
         self.routers: dict[str, RouterLife] = {}
         self.replicas: dict[str, ReplicaLife] = {}
@@ -309,6 +321,11 @@ class Fleet:
         """Note that a place, or a way, does not work from now on."""
         now = self.loop.now
         self.downs.setdefault(names, []).append((now, now + seconds))
+
+    def close_records(self) -> None:
+        """Record nothing more: all is over."""
+        for one in self.records:
+            one.close()
 
     def members(self) -> list[ReplicaLife]:
         """Return the replicas in Serve's set."""

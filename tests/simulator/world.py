@@ -26,6 +26,7 @@ from tests.simulator.history import Arrive, Cut, Drain, EngineDies, Event, Histo
 from tests.simulator.process import SimulatedLoop, SimulatedProcess, StuckError
 
 PROMPT_BASE = 10  # smallest token id of a prompt
+LINKED = 0.2  # seconds in which the first links are made, before the first event
 PATIENCE = 400.0  # seconds after the last event in which every answer must have ended
 SETTLED = 15.0  # seconds after the last answer in which nothing may be left: above `ReplicaTimes.router_timeout`
 WHOLE, LEFT, GONE = (
@@ -40,6 +41,7 @@ class Answer:
     """What a client got. ends: `WHOLE`, `LEFT`, `GONE` or the code of an error; exactly one when all is over."""
 
     asked: Arrive
+    name: str
     tokens: dict[int, list[int]] = field(default_factory=dict)
     ends: list[str] = field(default_factory=list)
     status: int = 0
@@ -49,18 +51,14 @@ class Answer:
     task: asyncio.Task[None] | None = None
     router: RouterLife | None = None
 
-    @property
-    def name(self) -> str:
-        """Of the request."""
-        return f"r{self.asked.seed}"
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a history. trace: a digest of all that clients got, with times; the same for the same history."""
+    """What came of a history. ends: of its answers. trace: a digest of all that clients got, with times."""
 
     streams: int
     whole: int
+    ends: tuple[str, ...]
     violations: tuple[str, ...]
     seconds: float
     turns: int
@@ -70,12 +68,12 @@ class Outcome:
 class World:
     """One history on one event loop."""
 
-    def __init__(self, history: History, loop: SimulatedLoop) -> None:
+    def __init__(self, history: History, loop: SimulatedLoop, record: str | None = None) -> None:
         self.history = history
         self.loop = loop
         self.answers: list[Answer] = []
         self.violations: list[str] = []
-        self.fleet = Fleet(history, loop)
+        self.fleet = Fleet(history, loop, record)
         self.holder: SimulatedProcess
         self.guard: RouterLossGuard
 
@@ -87,7 +85,7 @@ class World:
         for number in range(history.routers):
             fleet.start_router(f"router-{number}")
         self._start_holder()
-        await asyncio.sleep(0.2)  # links are made
+        await asyncio.sleep(LINKED)
         began = self.loop.now
         for event in history.events:
             await asyncio.sleep(max(0.0, began + event.at - self.loop.now))
@@ -181,7 +179,7 @@ class World:
     # --- clients
 
     def _arrive(self, asked: Arrive) -> None:
-        answer = Answer(asked, began=self.loop.now)
+        answer = Answer(asked, f"r{len(self.answers)}", began=self.loop.now)
         self.answers.append(answer)
         if self.history.ingress:
             answer.task = self.holder.spawn(self._over_http(answer))
@@ -197,7 +195,7 @@ class World:
         asked = answer.asked
         params = SamplingParams(max_tokens=asked.tokens, temperature=1.0, ignore_eos=True, n=asked.choices)
         request = Request(answer.name, tuple(prompt_of(asked)), params, seed=asked.seed)
-        chunks = life.dispatcher.generate(request)
+        chunks = life.source.generate(request)
         end = WHOLE
         until = None if asked.leaves is None else self.loop.time() + asked.leaves
         try:
@@ -399,16 +397,17 @@ def entropy(seed: int, loop: SimulatedLoop) -> Iterator[None]:
         secrets.token_hex, secrets.randbits, time.time = before
 
 
-def run(history: History) -> Outcome:
-    """Run a history and return what came of it."""
+def run(history: History, record: str | None = None) -> Outcome:
+    """Run a history and return what came of it. record: folder where routers record their incidents."""
     errors, root = _Errors(), logging.getLogger()
     root.addHandler(errors)
     loop = SimulatedLoop()
     asyncio.set_event_loop(loop)
     try:
         with entropy(history.seed, loop):
-            world = loop.run_until_complete(_run(history, loop))
+            world = loop.run_until_complete(_run(history, loop, record))
             turns, seconds = loop.turns, loop.now
+            world.fleet.close_records()
             loop.abandon()
     finally:
         root.removeHandler(errors)
@@ -416,11 +415,12 @@ def run(history: History) -> Outcome:
         loop.close()
     violations = [*world.violations, *loop.failures, *errors.told]
     whole = sum(answer.ends == [WHOLE] for answer in world.answers)
-    return Outcome(len(world.answers), whole, tuple(violations), seconds, turns, checks.trace_of(world))
+    ends = tuple(end for answer in world.answers for end in answer.ends)
+    return Outcome(len(world.answers), whole, ends, tuple(violations), seconds, turns, checks.trace_of(world))
 
 
-async def _run(history: History, loop: SimulatedLoop) -> World:
-    world = World(history, loop)
+async def _run(history: History, loop: SimulatedLoop, record: str | None) -> World:
+    world = World(history, loop, record)
     try:
         await world.run()
     except StuckError as error:
