@@ -1,4 +1,4 @@
-"""A router's log of what happened to it, on request, for `python -m tests.simulator --replay`.
+"""A router's log of what happened to it, on request, for `squadron replay`.
 
 Arrivals and ends of requests, the frames of all links, and which replicas were there: with times, without a word or
 token of a prompt or an answer. One JSON object a line; the first one of a file says when its clock was started.
@@ -167,7 +167,7 @@ class RecordedLink(ReplicaLink):
 
 
 class RecordedSource:
-    """A token source whose requests are recorded: how long, how drawn, of which tenant (a digest), and how it ended."""
+    """A token source whose requests are recorded: how long, how drawn, of which tenant (a digest), how it ended."""
 
     def __init__(self, source: TokenSource, log: IncidentLog) -> None:
         self._source = source

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.simulator.history import Arrive, Cut, Drain, History, Kill
+from cluster.simulator.history import Arrive, Cut, Drain, History, Kill
 
 FAILED: dict[str, History] = {
     "a request came while the last replica left and others were expected back: 500, a division by zero": History(

@@ -17,12 +17,12 @@ from cluster.replica.sessions import RouterSessions
 from cluster.router.placement import Placement
 from cluster.router.replica_handle import ReplicaHandle
 from cluster.router.token_log import TokenLog
+from cluster.simulator.history import Arrive, History, Kill, drawn
+from cluster.simulator.process import SimulatedLoop, SimulatedProcess
 from tests.cluster.failed_histories import FAILED
 from tests.simulator.fuzz import Tally, tallies
-from tests.simulator.history import Arrive, History, Kill, drawn
-from tests.simulator.process import SimulatedLoop, SimulatedProcess
+from tests.simulator.histories import run
 from tests.simulator.shrink import as_test, shrunk
-from tests.simulator.world import run
 
 FRESH_SECONDS = 60.0
 MUTANT_SEEDS = 400  # histories in which a fault of the product must show
@@ -51,8 +51,8 @@ def test_a_history_is_the_same_whenever_it_is_run() -> None:
     """Whatever hashes and addresses are in the process that runs it."""
     seeds = range(15)
     code = (
-        "from tests.simulator import world, history\n"
-        "for seed in range(15): print(world.run(history.drawn(seed)).trace)"
+        "from cluster.simulator.history import drawn\nfrom tests.simulator.histories import run\n"
+        "for seed in range(15): print(run(drawn(seed)).trace)"
     )
     told = subprocess.run(
         [sys.executable, "-c", code],

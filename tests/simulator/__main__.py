@@ -4,7 +4,6 @@
 --minutes N     fresh seeds for so long (the default: one minute)
 --seed S        one history; what happens in it is printed
 --processes N   at a time; 2
---replay FILE   the incident that routers recorded in these files (`--record-incidents`)
 """
 
 from __future__ import annotations
@@ -13,15 +12,11 @@ import argparse
 import secrets
 import sys
 import time
-from collections import Counter
-from pathlib import Path
 
-from engine.errors import ConfigError
+from cluster.simulator.history import History, drawn
 from tests.simulator.fuzz import Tally, tallies
-from tests.simulator.history import Arrive, History, drawn
-from tests.simulator.replay import history_of, outcomes, read
+from tests.simulator.histories import run
 from tests.simulator.shrink import as_test, shrunk
-from tests.simulator.world import run
 
 SHOWN = 3  # failing seeds that are made short
 
@@ -35,10 +30,7 @@ def main(args: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--replay", type=Path, nargs="+", default=None, metavar="FILE")
     given = parser.parse_args(args)
-    if given.replay is not None:
-        return _replay(given.replay)
     if given.seed is not None:
         return _one(given.seed)
     first, beyond = given.seeds or (secrets.randbits(40), None)
@@ -75,28 +67,6 @@ def _one(seed: int) -> int:
         print(violation)
     if outcome.violations:
         _show(history)
-    return 1 if outcome.violations else 0
-
-
-def _replay(files: list[Path]) -> int:
-    """Run an incident, and print what routers recorded of it beside what came of it here."""
-    try:
-        records = read(files)
-    except (ConfigError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    history = history_of(records)
-    for event in history.events:
-        if not isinstance(event, Arrive):
-            print(event)
-    outcome = run(history)
-    print(
-        f"{history.routers} routers, {history.replicas} replicas, {outcome.streams} requests, {outcome.seconds:.1f} s"
-    )
-    print(f"recorded: {dict(outcomes(records))}")
-    print(f"replayed: {dict(Counter(outcome.ends))}")
-    for violation in outcome.violations:
-        print(violation)
     return 1 if outcome.violations else 0
 
 

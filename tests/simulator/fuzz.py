@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from tests.simulator.history import drawn
-from tests.simulator.world import run
+from cluster.simulator.history import drawn
+from tests.simulator.histories import run
 
 BATCH = 40  # histories between two collections of garbage, and of one piece of work
 

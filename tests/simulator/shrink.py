@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from tests.simulator.history import Arrive, Drain, Event, History
+from cluster.simulator.history import Arrive, Drain, Event, History
 
 PLAIN: dict[str, Any] = {"pace": 0.0, "leaves": None, "choices": 1, "prompt": 2, "silently": False}
 MOST_RUNS = 600

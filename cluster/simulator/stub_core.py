@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from cluster.simulator.engine import FIRST_TOKEN
 from engine.core import EngineCore
 from engine.events import Began, Idle, OnEvent
 from engine.grammar.base import CompiledGrammar
@@ -11,7 +12,6 @@ from engine.kv.block_manager import NO_EVENTS
 from engine.report import EngineStats, Finish, StepReport
 from engine.request import FinishReason, Request, Sequence
 from engine.step import OnBegin
-from tests.simulator.engine import FIRST_TOKEN
 
 BASE, PER_SEQUENCE = 0.02, 0.001  # seconds of a step
 MASK = 2**64 - 1
@@ -79,13 +79,15 @@ class StubCore(EngineCore):
             self._sequences.append(sequence)
             self._left[sequence] = length + len(log)
 
-    def abort(self, request_id: str) -> None:
-        """End a request."""
-        self._keep([one for one in self._sequences if one.request.request_id != request_id])
+    def abort(self, request_id: str) -> bool:
+        """End a request; return whether it was there."""
+        return self._keep([one for one in self._sequences if one.request.request_id != request_id])
 
-    def finish_choice(self, request_id: str, choice: int) -> None:
-        """End a choice."""
-        self._keep([one for one in self._sequences if (one.request.request_id, one.index) != (request_id, choice)])
+    def finish_choice(self, request_id: str, choice: int) -> bool:
+        """End a choice; return whether it was there."""
+        return self._keep(
+            [one for one in self._sequences if (one.request.request_id, one.index) != (request_id, choice)]
+        )
 
     def step(self) -> StepReport:
         """Compute a chunk of each prompt, and a token of each other sequence."""
@@ -147,6 +149,9 @@ class StubCore(EngineCore):
         """Run nothing more."""
         self._keep([])
 
-    def _keep(self, sequences: list[Sequence]) -> None:
+    def _keep(self, sequences: list[Sequence]) -> bool:
+        """Keep these alone; return whether there were others."""
+        fewer = len(sequences) < len(self._sequences)
         self._sequences = sequences
         self._left = {one: self._left[one] for one in sequences}
+        return fewer

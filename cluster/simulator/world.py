@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -17,39 +17,30 @@ from starlette.types import Message, Receive, Scope, Send
 
 from cluster.errors import ApiError
 from cluster.ingress.guard import RouterLossGuard
+from cluster.openai.served_model import ServedModel
+from cluster.simulator import checks
+from cluster.simulator.answers import GONE, LEFT, WHOLE, Answer, Scene, prompt_of
+from cluster.simulator.fleet import MODEL, Fleet, RouterLife
+from cluster.simulator.history import (
+    Arrive,
+    Cut,
+    Drain,
+    EngineDies,
+    Event,
+    History,
+    Kill,
+    Leap,
+    Partition,
+    Slow,
+    Stop,
+)
+from cluster.simulator.process import SimulatedLoop, SimulatedProcess, StuckError
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from tests.openai_app import MODEL
-from tests.simulator import checks
-from tests.simulator.fleet import Fleet, RouterLife, token_at
-from tests.simulator.history import Arrive, Cut, Drain, EngineDies, Event, History, Kill, Leap, Partition, Slow, Stop
-from tests.simulator.process import SimulatedLoop, SimulatedProcess, StuckError
 
-PROMPT_BASE = 10  # smallest token id of a prompt
 LINKED = 0.2  # seconds in which the first links are made, before the first event
 PATIENCE = 400.0  # seconds after the last event in which every answer must have ended
 SETTLED = 15.0  # seconds after the last answer in which nothing may be left: above `ReplicaTimes.router_timeout`
-WHOLE, LEFT, GONE = (
-    "whole",
-    "left",
-    "gone",
-)  # ends that are no errors; gone: with the process that held its connection
-
-
-@dataclass(eq=False)
-class Answer:
-    """What a client got. ends: `WHOLE`, `LEFT`, `GONE` or the code of an error; exactly one when all is over."""
-
-    asked: Arrive
-    name: str
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    ends: list[str] = field(default_factory=list)
-    status: int = 0
-    began: float = 0.0
-    ended: float = 0.0
-    body: bytes = b""
-    task: asyncio.Task[None] | None = None
-    router: RouterLife | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +56,12 @@ class Outcome:
     trace: str
 
 
-class World:
+class World(Scene):
     """One history on one event loop."""
 
-    def __init__(self, history: History, loop: SimulatedLoop, record: str | None = None) -> None:
-        self.history = history
+    def __init__(self, history: History, loop: SimulatedLoop, record: str | None, model: ServedModel | None) -> None:
+        super().__init__(history, Fleet(history, loop, record, model), [], [])
         self.loop = loop
-        self.answers: list[Answer] = []
-        self.violations: list[str] = []
-        self.fleet = Fleet(history, loop, record)
         self.holder: SimulatedProcess
         self.guard: RouterLossGuard
 
@@ -119,37 +107,50 @@ class World:
         self.guard = self.holder.call(RouterLossGuard, self._proxy, self.loop.time)
 
     def _apply(self, event: Event) -> None:
-        fleet = self.fleet
         match event:
             case Arrive():
                 self._arrive(event)
-            case Kill(process="holder"):
-                self._kill_holder()
-            case Kill(process=slot):
-                if slot in fleet.replicas:
-                    fleet.kill_replica(fleet.replicas[slot], event.back, event.silently)
-                elif slot in fleet.routers:
-                    self._kill_router(fleet.routers[slot], event)
+            case Kill():
+                self._kill(event)
             case EngineDies(process=slot):
-                fleet.engine_dies(fleet.replicas[slot], event.back)
+                self.fleet.engine_dies(self.fleet.replicas[slot], event.back)
             case Stop(process=slot):
-                self._stop(fleet.process(slot), event)
+                self._stop(self.fleet.process(slot), event)
             case Leap(process=slot):
-                process = fleet.process(slot)
-                if process is not None and not process.dead:
-                    process.leap(event.seconds)
-                    fleet.down((slot,), 0.0)
-            case Cut():
-                fleet.network.cut(event.router, event.replica)
-                fleet.down((event.router, event.replica), 0.0)
-            case Partition():
-                fleet.network.partition(event.router, event.replica, event.seconds)
-                fleet.down((event.router, event.replica), event.seconds)
-            case Slow():
-                fleet.network.slow(event.router, event.replica, event.delay, event.seconds)
+                self._leap(self.fleet.process(slot), event)
             case Drain(process=slot):
                 version = 1 if self.history.real_engine else event.version
-                fleet.drain(fleet.replicas[slot], event.back, version)
+                self.fleet.drain(self.fleet.replicas[slot], event.back, version)
+            case _:
+                self._disturb(event)
+
+    def _disturb(self, event: Cut | Partition | Slow) -> None:
+        """Do something to the way between a router and a replica."""
+        fleet, ends, seconds = self.fleet, (event.router, event.replica), 0.0
+        match event:
+            case Cut():
+                fleet.network.cut(*ends)
+            case Partition():
+                seconds = event.seconds
+                fleet.network.partition(*ends, seconds)
+            case Slow():
+                fleet.network.slow(*ends, event.delay, event.seconds)
+                return
+        fleet.down(ends, seconds)
+
+    def _kill(self, event: Kill) -> None:
+        fleet, slot = self.fleet, event.process
+        if slot == "holder":
+            self._kill_holder()
+        elif slot in fleet.replicas:
+            fleet.kill_replica(fleet.replicas[slot], event.back, event.silently)
+        elif slot in fleet.routers:
+            self._kill_router(fleet.routers[slot], event)
+
+    def _leap(self, process: SimulatedProcess | None, event: Leap) -> None:
+        if process is not None and not process.dead:
+            process.leap(event.seconds)
+            self.fleet.down((event.process,), 0.0)
 
     def _stop(self, process: SimulatedProcess | None, event: Stop) -> None:
         if process is None or not process.runs:
@@ -349,23 +350,6 @@ class _HttpClient:
             self._answer.tokens.setdefault(choice["index"], []).extend(choice.get("token_ids") or ())
 
 
-def prompt_of(asked: Arrive) -> list[int]:
-    """Return the prompt of a client."""
-    rng = Random(asked.seed)
-    return [PROMPT_BASE + int(rng.random() * 200) for _ in range(asked.prompt)]
-
-
-def undisturbed(history: History, asked: Arrive, version: int) -> dict[int, list[int]]:
-    """Return the tokens of each choice as a model version draws them."""
-    return {
-        choice: [
-            token_at(history, version, asked.seed, choice, position)
-            for position in range(asked.prompt, asked.prompt + asked.tokens)
-        ]
-        for choice in range(asked.choices)
-    }
-
-
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
@@ -388,7 +372,12 @@ class _Errors(logging.Handler):
 def entropy(seed: int, loop: SimulatedLoop) -> Iterator[None]:
     """Have ids and the time of day come from the history."""
     rng, before = Random(seed), (secrets.token_hex, secrets.randbits, time.time)
-    secrets.token_hex = lambda nbytes=32: f"{rng.getrandbits(8 * nbytes):0{2 * nbytes}x}"  # type: ignore[assignment,misc]
+
+    def token_hex(nbytes: int | None = None) -> str:
+        size = nbytes or 32
+        return f"{rng.getrandbits(8 * size):0{2 * size}x}"
+
+    secrets.token_hex = token_hex
     secrets.randbits = rng.getrandbits  # type: ignore[assignment]
     time.time = lambda: 1.7e9 + loop.now
     try:
@@ -397,15 +386,20 @@ def entropy(seed: int, loop: SimulatedLoop) -> Iterator[None]:
         secrets.token_hex, secrets.randbits, time.time = before
 
 
-def run(history: History, record: str | None = None) -> Outcome:
-    """Run a history and return what came of it. record: folder where routers record their incidents."""
+def run(history: History, record: str | None = None, model: ServedModel | None = None) -> Outcome:
+    """Run a history and return what came of it.
+
+    record: folder where routers record their incidents. model: what they serve, where clients ask over HTTP.
+    """
+    if history.ingress and model is None:
+        raise ValueError("a history over HTTP needs a model with a tokenizer")
     errors, root = _Errors(), logging.getLogger()
     root.addHandler(errors)
     loop = SimulatedLoop()
     asyncio.set_event_loop(loop)
     try:
         with entropy(history.seed, loop):
-            world = loop.run_until_complete(_run(history, loop, record))
+            world = loop.run_until_complete(_run(history, loop, record, model))
             turns, seconds = loop.turns, loop.now
             world.fleet.close_records()
             loop.abandon()
@@ -419,8 +413,8 @@ def run(history: History, record: str | None = None) -> Outcome:
     return Outcome(len(world.answers), whole, ends, tuple(violations), seconds, turns, checks.trace_of(world))
 
 
-async def _run(history: History, loop: SimulatedLoop, record: str | None) -> World:
-    world = World(history, loop, record)
+async def _run(history: History, loop: SimulatedLoop, record: str | None, model: ServedModel | None) -> World:
+    world = World(history, loop, record, model)
     try:
         await world.run()
     except StuckError as error:

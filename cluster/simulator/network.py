@@ -12,6 +12,7 @@ from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.simulator.process import SimulatedLoop, SimulatedProcess
 from cluster.wire.link import (
     LOST,
     FramePipe,
@@ -24,7 +25,6 @@ from cluster.wire.link import (
     RouterLink,
 )
 from cluster.wire.messages import Hello
-from tests.simulator.process import SimulatedLoop, SimulatedProcess
 
 LATENCY = 0.0005  # seconds
 NOBODY = Context()  # what carries frames is no process: it goes on when both ends have stopped

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 from msgspec import json
+from typer.testing import CliRunner
 
 from cluster.config import ClusterConfig
 from cluster.router.incidents import MOST_FILES, IncidentLog
 from cluster.router.live_model import incident_log
+from cluster.simulator.history import Arrive, Cut, Drain, EngineDies, Event, History, Kill, Partition, Stop
+from cluster.simulator.replay import history_of, outcomes, read
+from deploy.main import app
 from engine.errors import ConfigError
-from tests.simulator.__main__ import main
-from tests.simulator.history import Arrive, Cut, Drain, EngineDies, Event, History, Kill, Partition, Stop
-from tests.simulator.replay import history_of, outcomes, read
-from tests.simulator.world import run
+from tests.simulator.histories import run
 
 FAULTS: tuple[Event, ...] = (
     Kill(0.8, "replica-0", 1.0),
@@ -65,13 +66,14 @@ def test_an_incident_is_replayed_with_its_faults_where_they_were(recorded: list[
     ]
 
 
-def test_a_replay_ends_as_the_incident_did(recorded: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_replay_ends_as_the_incident_did(recorded: list[Path]) -> None:
     records = read(recorded)
     assert outcomes(records) == Counter(completed=len(ARRIVALS) - 1, aborted=1)
     ends = run(history_of(records)).ends
     assert Counter(ends) == Counter(whole=len(ARRIVALS) - 1, left=1)
-    assert main(["--replay", *map(str, recorded)]) == 0
-    assert "replayed: {'whole': 6, 'left': 1}" in capsys.readouterr().out
+    replayed = CliRunner().invoke(app, ["replay", *map(str, recorded)])
+    assert replayed.exit_code == 0
+    assert "recorded: 1 aborted, 6 completed\nreplayed: 1 left, 6 whole\n" in replayed.stdout
 
 
 def test_a_record_has_lengths_and_numbers_and_is_its_owners_alone(recorded: list[Path]) -> None:
@@ -104,14 +106,15 @@ async def test_files_are_bounded_in_size_and_number(tmp_path: Path) -> None:
 async def test_a_router_that_cannot_record_says_which_setting_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = ClusterConfig("demo", record_incidents=str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match="record_incidents: .*name a folder of your own"):
+    with pytest.raises(ConfigError, match=r"record_incidents: .*name a folder of your own"):
         incident_log(config, "router")
     assert incident_log(ClusterConfig("demo"), "router") is None
 
 
-def test_what_is_no_record_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "other.jsonl").write_text('{"t": 1}\n')
-    assert main(["--replay", str(tmp_path / "other.jsonl")]) == 2
-    assert "line 1 is not of an incident's record" in capsys.readouterr().err
+def test_what_is_no_record_is_told(tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"t": 1}\n')
+    with pytest.raises(ConfigError, match=r"other.jsonl: line 1 is not of an incident's record"):
+        read([other])
     with pytest.raises(ConfigError, match="give files that --record-incidents has written"):
         read([])

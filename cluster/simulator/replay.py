@@ -1,4 +1,4 @@
-"""From the files that routers recorded (`--record-incidents`) to a history: who asked when, and which links ended why.
+"""From the files that routers recorded (`--record-incidents`) to a history: who asked when, which links ended why.
 
 What a record does not say is filled in: prompts of the same lengths, and faults that end links in the same way at the
 same time. A replica that died is killed, one that was silent and came back is stopped, one that one router alone lost
@@ -15,11 +15,11 @@ from typing import Any
 
 from msgspec import DecodeError, json
 
+from cluster.simulator.fleet import CONFIG, CONTEXT
+from cluster.simulator.history import Arrive, Cut, Drain, EngineDies, Event, History, Kill, Partition, Stop
+from cluster.simulator.world import LINKED
 from cluster.wire.link import CLOSED, DAMAGED, DRAINED, ENGINE_DEAD, LOST, SLOW_CONSUMER, STALLED
 from engine.errors import ConfigError
-from tests.simulator.fleet import CONFIG, CONTEXT
-from tests.simulator.history import Arrive, Cut, Drain, EngineDies, Event, History, Kill, Partition, Stop
-from tests.simulator.world import LINKED
 
 TOGETHER = 1.0  # seconds within which several routers lose a replica of one cause
 NEXT = 60.0  # seconds within which a new replica, or router, is taken for the successor of a lost one

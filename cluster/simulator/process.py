@@ -104,7 +104,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._ends = False
         self._tasks: list[asyncio.Task[Any]] = []  # kept until the end: what a dead process had begun ends with it
         self.set_exception_handler(self._failed)
-        self.set_task_factory(self._begin)
+        self.set_task_factory(self._begin)  # type: ignore[arg-type]
 
     @property
     def now(self) -> float:
@@ -116,16 +116,16 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         process = PROCESS.get()
         return self._now if process is None else self._now + process.clock
 
-    def call_at(self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> TimerHandle:
+    def call_at(self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> TimerHandle:  # type: ignore[override]
         """See `asyncio.loop.call_at`; `when` is on the clock of the process that asks."""
         process = PROCESS.get() if context is None else context.get(PROCESS)
         return self._at(when if process is None else when - process.clock, callback, args, context)
 
-    def call_later(self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> TimerHandle:
+    def call_later(self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> TimerHandle:  # type: ignore[override]
         """See `asyncio.loop.call_later`."""
         return self._at(self._now + delay, callback, args, context)
 
-    def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> Handle:
+    def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> Handle:  # type: ignore[override]
         """See `asyncio.loop.call_soon_threadsafe`; there is one thread."""
         return self.call_soon(callback, *args, context=context)
 
@@ -192,7 +192,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def _run_once(self) -> None:
         ready, timers = self.ready, self._timers
-        while timers and timers[0][2]._cancelled:  # type: ignore[attr-defined]
+        while timers and timers[0][2]._cancelled:
             heapq.heappop(timers)
         if not ready and timers:
             self._now = max(self._now, timers[0][0])
@@ -202,13 +202,13 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             raise StuckError("nothing is left that could happen, and somebody waits")
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if handle._cancelled:  # type: ignore[attr-defined]
+            if handle._cancelled:
                 continue
             process = handle._context.get(PROCESS)  # type: ignore[attr-defined]
             if process is not None and (process.stopped or process.dead) and not self._ends:
                 process.hold(handle)
                 continue
-            handle._run()  # type: ignore[attr-defined]
+            handle._run()
         self.turns += 1
         if self.turns > MOST_TURNS:
             raise StuckError(f"{MOST_TURNS} turns of the event loop and no end")

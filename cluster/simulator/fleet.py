@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from random import Random
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -30,6 +28,11 @@ from cluster.router.dispatcher import Dispatcher
 from cluster.router.incidents import IncidentLog, RecordedSource
 from cluster.router.live_model import admission_queue, dispatcher_config
 from cluster.router.models import ModelFront, Models
+from cluster.simulator.engine import FIRST_TOKEN, ModelledExecutor, SimulatedEngine, StepTimes, simulated_tokens
+from cluster.simulator.history import History
+from cluster.simulator.network import NOBODY, Network
+from cluster.simulator.process import SimulatedLoop, SimulatedProcess
+from cluster.simulator.stub_core import BASE, PER_SEQUENCE, StubCore, hashed_token
 from cluster.telemetry.metrics import Metrics, ReplicaSetStats
 from cluster.token_source import TokenSource
 from cluster.wire.link import Announcement, LinkAddress, ReplicaLink
@@ -37,23 +40,11 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.report import StepReport
 from engine.request import Request
-from tests.openai_app import MODEL, served_model
-from tests.simulator.engine import FIRST_TOKEN, ModelledExecutor, SimulatedEngine, StepTimes, simulated_tokens
-from tests.simulator.history import History
-from tests.simulator.network import NOBODY, Network
-from tests.simulator.process import SimulatedLoop, SimulatedProcess
-from tests.simulator.stub_core import BASE, PER_SEQUENCE, StubCore, hashed_token
 
+MODEL = "demo"
 CONFIG = ClusterConfig(model=MODEL)
 VOCAB, CONTEXT, BLOCK, BLOCKS, CHUNK = 400, 4096, 16, 512, 16
 NOTICE = 0.1  # seconds until Serve knows that a process is dead
-
-
-@cache
-def demo_model() -> ServedModel:
-    """Return the model that routers serve, with a small tokenizer."""
-    with TemporaryDirectory() as folder:
-        return served_model(Path(folder), max_model_len=CONTEXT)
 
 
 @cache
@@ -86,12 +77,13 @@ _ui_route, _compile_path = cache(ui_route), cache(routing.compile_path)
 @contextmanager
 def memoised() -> Iterator[None]:
     """Have the app's page and patterns of paths made once: they are the same in every router."""
-    before = app.ui_route, routing.compile_path
-    app.ui_route, routing.compile_path = _ui_route, _compile_path
+    front: Any = app
+    before = front.ui_route, routing.compile_path
+    front.ui_route, routing.compile_path = _ui_route, _compile_path
     try:
         yield
     finally:
-        app.ui_route, routing.compile_path = before
+        front.ui_route, routing.compile_path = before
 
 
 class ReplicaLife:
@@ -111,10 +103,12 @@ class ReplicaLife:
         fleet, loop = self._fleet, self._fleet.loop
         core: Any
         if fleet.history.real_engine:
-            sizes = {"max_model_len": CONTEXT, "max_num_seqs": fleet.history.seats, "block_size": BLOCK}
+            config = EngineConfig(
+                "simulated", max_model_len=CONTEXT, max_num_seqs=fleet.history.seats, block_size=BLOCK
+            )
             times = StepTimes(BASE, BASE / CHUNK, PER_SEQUENCE, 0.0)
             executor = ModelledExecutor(times, VOCAB)
-            core = CheckedCore(EngineConfig("simulated", **sizes), executor, (0,), VOCAB, BLOCKS, loop.time)  # type: ignore[arg-type]
+            core = CheckedCore(config, executor, (0,), VOCAB, BLOCKS, loop.time)
 
             def last_step() -> float:
                 return executor.last_step
@@ -123,7 +117,7 @@ class ReplicaLife:
             core = StubCore(loop.time, VOCAB, fleet.history.seats, CHUNK, self.version, BLOCKS)
 
             def last_step() -> float:
-                return core.last_step  # type: ignore[no-any-return]
+                return core.last_step
 
         fingerprint = f"model-{self.version}"
         facts = ReplicaFacts(self.name, "simulated", CONTEXT, VOCAB, BLOCK, BLOCKS - 1, fingerprint=fingerprint)
@@ -182,8 +176,8 @@ class RouterLife:
             fleet.records.append(incidents)
             connect, self.source = incidents.connecting(connect), RecordedSource(self.source, incidents)
         self.directory = ReplicaDirectory(self.name, leases, self.dispatcher, node="node", connect=connect)
-        if fleet.history.ingress:
-            model, metrics = demo_model(), Metrics(fleet.loop.time)
+        if fleet.model is not None:
+            model, metrics = fleet.model, Metrics(fleet.loop.time)
             self.tenancy = Tenancy()
             self.admission = admission_queue(
                 fleet.config, self.dispatcher, self.source, lambda: fleet.history.routers
@@ -262,14 +256,19 @@ class Lease:
 class Fleet:
     """All processes by the name of their place (`router-0`, `replica-1`, `holder`), one life at a time in each.
 
+    record: folder where routers record their incidents; None = nowhere. model: what they serve over HTTP; None = they
+    are asked without.
     downs: when a place, or a way between two, did not work: (from, until).
     """
 
-    def __init__(self, history: History, loop: SimulatedLoop, record: str | None = None) -> None:
+    def __init__(
+        self, history: History, loop: SimulatedLoop, record: str | None = None, model: ServedModel | None = None
+    ) -> None:
         self.history = history
         self.loop = loop
         self.rng = Random(history.seed)
         self.record = record
+        self.model = model
         self.records: list[IncidentLog] = []
         self.network = Network(loop)
         self.routers: dict[str, RouterLife] = {}

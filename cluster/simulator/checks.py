@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from hashlib import blake2b
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from cluster.admission.keys import OPEN
+from cluster.simulator.answers import GONE, LEFT, WHOLE, Answer, Scene, undisturbed
+from cluster.simulator.fleet import ReplicaLife, RouterLife
 from engine.errors import IntegrityError
-from tests.simulator.fleet import ReplicaLife, RouterLife
-
-if TYPE_CHECKING:
-    from tests.simulator.world import Answer, World
 
 AT_ONCE = 0.3  # seconds after which what can run does
 RECOVERY = 6.0  # seconds after a fault in which its traces may last: a silence is noticed, links are made again
@@ -19,7 +16,7 @@ UNAVAILABLE = frozenset({"no_replica", "replica_lost", "router_lost", "no_router
 DEATHS_OF_POISON = 3  # `quarantine_deaths`, and `MOST_LOSSES` of routers
 
 
-def after_event(world: World) -> None:
+def after_event(world: Scene) -> None:
     """Check what must hold at any moment."""
     for replica in _replicas(world):
         world.violations += _owned(replica)
@@ -42,13 +39,13 @@ def _with_a_replica(life: RouterLife) -> set[str]:
     return {live.request_id for i, live in enumerate(waiting) if selection._pool_for(live, len(waiting) - i)}
 
 
-def _look_again(world: World, life: RouterLife, waited: set[str]) -> None:
+def _look_again(world: Scene, life: RouterLife, waited: set[str]) -> None:
     """Note what still waits although it could run then and can now."""
     if life.process.runs and (still := waited & _could_run(life)):
         world.violations.append(f"{life.name}: {sorted(still)} wait although a replica would take them")
 
 
-def at_end(world: World) -> None:
+def at_end(world: Scene) -> None:
     """Check every answer, and the accounts."""
     for life in world.fleet.replicas.values():
         world.violations += _costs(life)
@@ -58,7 +55,7 @@ def at_end(world: World) -> None:
         world.violations += [f"{answer.name}: {told}" for told in _wrong(world, answer)]
 
 
-def left_over(world: World) -> list[str]:
+def left_over(world: Scene) -> list[str]:
     """Return what should be gone when every answer has ended."""
     left = [f"{one.name} runs {one.core.num_requests} requests" for one in _replicas(world) if one.core.num_requests]
     for life in _routers(world):
@@ -70,7 +67,7 @@ def left_over(world: World) -> list[str]:
     return left
 
 
-def trace_of(world: World) -> str:
+def trace_of(world: Scene) -> str:
     """Return a digest of what every client got, and when."""
     digest = blake2b(digest_size=8)
     for answer in world.answers:
@@ -79,11 +76,11 @@ def trace_of(world: World) -> str:
     return digest.hexdigest()
 
 
-def _routers(world: World) -> list[RouterLife]:
+def _routers(world: Scene) -> list[RouterLife]:
     return [life for life in world.fleet.routers.values() if life.process.runs]
 
 
-def _replicas(world: World) -> list[ReplicaLife]:
+def _replicas(world: Scene) -> list[ReplicaLife]:
     return [life for life in world.fleet.replicas.values() if life.process.runs]
 
 
@@ -116,7 +113,7 @@ def _costs(life: ReplicaLife) -> list[str]:
     return []
 
 
-def _quotas(world: World) -> list[str]:
+def _quotas(world: Scene) -> list[str]:
     """Every request has left its tenant's count; where no router was lost or stopped, each token was charged once."""
     wrong = []
     for life in _routers(world):
@@ -132,7 +129,7 @@ def _quotas(world: World) -> list[str]:
     return wrong
 
 
-def _beliefs(world: World, router: RouterLife, replica: ReplicaLife) -> list[str]:
+def _beliefs(world: Scene, router: RouterLife, replica: ReplicaLife) -> list[str]:
     """Where nothing is on its way, a replica runs what its router believes."""
     handle = router.dispatcher._replicas.get(replica.name)
     session = replica.core._sessions.get(router.name)
@@ -151,10 +148,8 @@ def _beliefs(world: World, router: RouterLife, replica: ReplicaLife) -> list[str
     return []
 
 
-def _wrong(world: World, answer: Answer) -> list[str]:
+def _wrong(world: Scene, answer: Answer) -> list[str]:
     """Return what is wrong with an answer."""
-    from tests.simulator.world import GONE, LEFT, WHOLE, undisturbed
-
     wrong = []
     if len(answer.ends) != 1:
         return [f"it ended {len(answer.ends)} times: {answer.ends}"]
@@ -177,7 +172,7 @@ def _begins(tokens: dict[int, list[int]], whole: dict[int, list[int]]) -> bool:
     return all(tokens[choice] == whole.get(choice, [])[: len(tokens[choice])] for choice in tokens)
 
 
-def _explained(world: World, answer: Answer, code: str) -> bool:
+def _explained(world: Scene, answer: Answer, code: str) -> bool:
     """Whether a fault can have led to this end."""
     fleet = world.fleet
     if code in UNAVAILABLE and was_out(world, answer):
@@ -189,7 +184,7 @@ def _explained(world: World, answer: Answer, code: str) -> bool:
     return code == "model_changed" and fleet.skewed
 
 
-def was_out(world: World, answer: Answer) -> bool:
+def was_out(world: Scene, answer: Answer) -> bool:
     """Whether at some time there was no router for a request, or one that it may have come to had no replica."""
     fleet, history = world.fleet, world.history
     routers = [f"router-{i}" for i in range(history.routers)]
