@@ -109,7 +109,7 @@ class ReplicaDirectory:
     nothing from this router. on_demand: the deployment is autoscaled, so no lease call is pending while there is
     nothing to find. rouse: asked until a first replica is found: whether to look for one although no request waits.
     A call that is pending has Serve start one where there is none. node: where the router runs; None = Ray knows.
-    connect: opens a link.
+    open_link: opens a link; None = over TCP.
     """
 
     def __init__(
@@ -121,12 +121,12 @@ class ReplicaDirectory:
         on_demand: bool = False,
         rouse: Callable[[], bool] = lambda: True,
         node: str | None = None,
-        connect: Connect = connect,
+        open_link: Connect | None = None,
     ) -> None:
         self._router_id = router_id
         self._vocabulary = vocabulary
         self._node = ray.get_runtime_context().get_node_id() if node is None else node
-        self._connect = connect
+        self._open_link = open_link or connect
         self._lease_call = replicas.options(stream=True).lease
         self._dispatcher = dispatcher
         self._watch = ReplicaWatch(asyncio.get_running_loop(), self._members_changed)
@@ -198,7 +198,7 @@ class ReplicaDirectory:
         """Stay linked to one replica until the link or the lease ends, then make room to find it again."""
         replica_id = announcement.replica_id
         try:
-            link = await self._connect(announcement.address, self._router_id)
+            link = await self._open_link(announcement.address, self._router_id)
             try:
                 self._unlinked.pop(replica_id, None)
                 del self._refusals[replica_id]

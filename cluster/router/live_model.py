@@ -62,7 +62,7 @@ class LiveModel:
             vocabulary,
             on_demand=scaled,
             rouse=rouse,
-            connect=connect if incidents is None else incidents.connecting(connect),
+            open_link=None if incidents is None else incidents.connecting(connect),
         )
         self._deployment = replicas.deployment_name
         metrics.register(

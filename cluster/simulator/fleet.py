@@ -175,7 +175,7 @@ class RouterLife:
             incidents = IncidentLog(fleet.record, self.name, fleet.loop.time)
             fleet.records.append(incidents)
             connect, self.source = incidents.connecting(connect), RecordedSource(self.source, incidents)
-        self.directory = ReplicaDirectory(self.name, leases, self.dispatcher, node="node", connect=connect)
+        self.directory = ReplicaDirectory(self.name, leases, self.dispatcher, node="node", open_link=connect)
         if fleet.model is not None:
             model, metrics = fleet.model, Metrics(fleet.loop.time)
             self.tenancy = Tenancy()
