@@ -36,7 +36,11 @@ def _could_run(life: RouterLife) -> set[str]:
 def _with_a_replica(life: RouterLife) -> set[str]:
     placement, selection = life.dispatcher._placement, life.dispatcher._replicas.selection
     waiting = placement._waiting.waiting()
-    return {live.request_id for i, live in enumerate(waiting) if selection._pool_for(live, len(waiting) - i)}
+    in_line = set[str]()
+    if life.admission is not None and life.admission._inflight.has_room():
+        in_line = {f"{name} in line" for name, count in life.admission.waiting().items() if count}
+    could = {live.request_id for i, live in enumerate(waiting) if selection._pool_for(live, len(waiting) - i)}
+    return in_line | could
 
 
 def _look_again(world: Scene, life: RouterLife, waited: set[str]) -> None:
@@ -60,7 +64,7 @@ def left_over(world: Scene) -> list[str]:
     left = [f"{one.name} runs {one.core.num_requests} requests" for one in _replicas(world) if one.core.num_requests]
     for life in _routers(world):
         waits = life.dispatcher.num_live + life.dispatcher.num_waiting
-        if world.history.ingress:
+        if life.admission is not None:
             waits += life.admission.num_waiting
         if waits:
             left.append(f"{life.name} has {life.dispatcher.num_live} requests that live")

@@ -14,6 +14,7 @@ import numpy as np
 from starlette import routing
 from starlette.types import ASGIApp
 
+from cluster.admission.admission_queue import AdmissionQueue
 from cluster.admission.tenants import Tenancy
 from cluster.config import ClusterConfig
 from cluster.http import app
@@ -176,6 +177,7 @@ class RouterLife:
             fleet.records.append(incidents)
             connect, self.source = incidents.connecting(connect), RecordedSource(self.source, incidents)
         self.directory = ReplicaDirectory(self.name, leases, self.dispatcher, node="node", open_link=connect)
+        self.admission: AdmissionQueue | None = None
         if fleet.model is not None:
             model, metrics = fleet.model, Metrics(fleet.loop.time)
             self.tenancy = Tenancy()

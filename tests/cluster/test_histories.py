@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cluster.admission.admission_queue import AdmissionQueue
 from cluster.answer_log import AnswerLog
 from cluster.ingress.attempt import Attempt
 from cluster.replica.sessions import RouterSessions
@@ -116,6 +117,11 @@ def looks_again_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Placement, "place_waiting", lambda _: None)
 
 
+def lets_nobody_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who stands in line stays there although others have left."""
+    monkeypatch.setattr(AdmissionQueue, "_let_in", lambda _: None)
+
+
 def counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     note = ReplicaHandle.read
 
@@ -126,7 +132,11 @@ def counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReplicaHandle, "read", doubled)
 
 
-MUTANTS_OF_THE_INGRESS: list[Callable[[pytest.MonkeyPatch], None]] = [passes_on_what_the_client_has, loses_a_note]
+MUTANTS_OF_THE_INGRESS: list[Callable[[pytest.MonkeyPatch], None]] = [
+    passes_on_what_the_client_has,
+    loses_a_note,
+    lets_nobody_in,
+]
 MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     *MUTANTS_OF_THE_INGRESS,
     forgets_a_token,
