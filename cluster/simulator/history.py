@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-INGRESS_SHARE = 0.2  # of histories that go through the holder and HTTP; the others ask a router's dispatcher
-ARRIVALS, FAULTS = 2.0, 3.5  # seconds from the beginning in which they come
+INGRESS_SHARE = 0.15  # of histories that go through the holder and HTTP; the others ask a router's dispatcher
+ARRIVALS, FAULTS = 1.5, 2.0  # seconds from the beginning in which they come
 
 
 @dataclass(frozen=True, slots=True)
