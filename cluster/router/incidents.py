@@ -172,6 +172,7 @@ class RecordedSource:
     def __init__(self, source: TokenSource, log: IncidentLog) -> None:
         self._source = source
         self._log = log
+        self._open: dict[str, set[int]] = {}  # choices by request that have not ended
 
     async def generate(self, request: Request, context: CallContext = NO_CONTEXT) -> AsyncGenerator[TokenChunk, None]:
         """Run a request; see `TokenSource.generate`."""
@@ -187,6 +188,7 @@ class RecordedSource:
             tenant=tenant,
             continues=context.continues,
         )
+        choices = self._open[request.request_id] = set(range(params.n) if request.resume is None else request.resume)
         outcome, tokens = "aborted", 0
         try:
             # What `TokenSource.generate` returns can be closed.
@@ -194,14 +196,19 @@ class RecordedSource:
             async with aclosing(chunks):
                 async for chunk in chunks:
                     tokens += len(chunk.token_ids)
+                    if chunk.finish_reason is not None:
+                        choices.discard(chunk.choice)
                     yield chunk
-            outcome = "completed"
         except ApiError as error:
             outcome = error.code
             raise
         finally:
+            # Who has the last chunk of each choice closes the iterator.
+            outcome = outcome if choices or outcome != "aborted" else "completed"
             self._log.note("end", request=number, outcome=outcome, tokens=tokens)
+            self._open.pop(request.request_id, None)
 
     def finish_choice(self, request_id: str, choice: int) -> None:
         """End one choice."""
+        self._open.get(request_id, set()).discard(choice)
         self._source.finish_choice(request_id, choice)

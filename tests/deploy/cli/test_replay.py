@@ -76,6 +76,12 @@ def test_a_replay_ends_as_the_incident_did(recorded: list[Path]) -> None:
     assert "recorded: 1 aborted, 6 completed\nreplayed: 1 left, 6 whole\n" in replayed.stdout
 
 
+def test_answers_over_http_are_recorded_as_whole_ones_or_not(tmp_path: Path) -> None:
+    history = History(3, 1, 1, (Arrive(0.1, 5, choices=2), Arrive(0.1, 6, tokens=300, leaves=0.5)), ingress=True)
+    assert run(history, str(tmp_path)).ends == ("whole", "left")
+    assert outcomes(read(tmp_path.iterdir())) == Counter(completed=1, aborted=1)
+
+
 def test_a_record_has_lengths_and_numbers_and_is_its_owners_alone(recorded: list[Path]) -> None:
     assert len(recorded) == 3  # two routers, and one that came for the one that died
     for path in recorded:
