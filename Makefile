@@ -5,6 +5,7 @@
 # make bench   the table of figures, and bench.json     make clean   remove the environment and caches
 # make soak    ten minutes of streams, aborts and random kills, every invariant on (ARGS="--minutes 60")
 # make fuzz-http   an hour of random whole requests beside 31 streams that must not feel them (ARGS="--minutes 5")
+# make fuzz   an hour of histories of a simulated cluster under faults; what fails is made short (ARGS="--minutes 5")
 # make docs   writes the pages of docs/reference that are made from the code
 # make advisories  asks OSV for known holes in what constraints.txt pins
 #
@@ -22,7 +23,7 @@ STAMP := $(VENV)/.installed-$(subst $() ,,$(EXTRAS))
 # Tests start hundreds of processes: each would compile this repository anew where bytecode is not kept.
 test test-long: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install serve test test-long lint docs bench soak fuzz-http advisories clean
+.PHONY: install serve test test-long lint docs bench soak fuzz fuzz-http advisories clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -71,6 +72,9 @@ bench: install
 
 soak: install
 	"$(BIN)/python" -m tests.bench.soak $(ARGS)
+
+fuzz: install
+	"$(BIN)/python" -m tests.simulator --minutes 60 $(ARGS)
 
 fuzz-http: install
 	"$(BIN)/python" -m tests.bench.fuzz_http $(ARGS)

@@ -161,6 +161,7 @@ class ClusterConfig(ServedModelConfig):
         (`file:///...`); None = there are none.
     log_format: of what routers, replicas and ranks log: `text`, or `json`, an object a line.
     enable_log_requests / max_log_len: log a line for each request, and so many characters of its prompt.
+    record_incidents: folder where each router records what happens to it, to be replayed in a simulator; None = not.
     batch_share: of the sequences that the replicas run, what batches may take while clients' requests run.
     metrics_compat: whose names metrics have beside ours: `vllm`, for dashboards and scalers that know those.
     """
@@ -194,6 +195,7 @@ class ClusterConfig(ServedModelConfig):
     log_format: Annotated[str, one_of(LOG_FORMATS)] = "text"
     enable_log_requests: bool = False
     max_log_len: Annotated[int, Field(ge=0)] = 0
+    record_incidents: str | None = None
 
     @property
     def keyed(self) -> bool:

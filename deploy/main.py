@@ -292,6 +292,19 @@ def drain(
     drain_nodes(node, deadline, chosen)
 
 
+@app.command()
+def replay(
+    files: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="Files of --record-incidents.")],
+) -> None:
+    """Run an incident again in a simulator: its requests, and the ends of links and processes where they were.
+
+    Give the files of all routers. Exit code: 0 = each request ended once and no token was lost, else 1.
+    """
+    from deploy.cli.replay import replay as run
+
+    raise typer.Exit(run(files))
+
+
 @app.command("demo-failover")
 def demo_failover(
     kills: Annotated[int | None, typer.Option(min=1, help="Stop after this many kills.")] = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -15,10 +15,11 @@ from ray.serve.handle import DeploymentHandle
 from cluster.lifecycle.leases import LEASE_PATIENCE, RETRY_SECONDS, ReplicaWatch, either, lease_ended
 from cluster.router.dispatcher import Dispatcher
 from cluster.tasks import is_cancelled
-from cluster.wire.link import LOST, Announcement, LinkError, OtherProtocolError
+from cluster.wire.link import LOST, Announcement, LinkAddress, LinkError, OtherProtocolError, ReplicaLink
 from cluster.wire.tcp import connect
 
 logger = logging.getLogger(__name__)
+Connect = Callable[[LinkAddress, str], Awaitable[ReplicaLink]]  # (where, the router's id)
 
 
 MOST_RETRY_SECONDS = 4.0  # between two tries of a replica that takes no link
@@ -31,7 +32,8 @@ class ReplicaDirectory:
     vocabulary: what the router's tokens are of; while an update goes on there may be replicas of another, which get
     nothing from this router. on_demand: the deployment is autoscaled, so no lease call is pending while there is
     nothing to find. rouse: asked until a first replica is found: whether to look for one although no request waits.
-    A call that is pending has Serve start one where there is none.
+    A call that is pending has Serve start one where there is none. node: where the router runs; None = Ray knows.
+    open_link: opens a link; None = over TCP.
     """
 
     def __init__(
@@ -42,10 +44,13 @@ class ReplicaDirectory:
         vocabulary: str = "",
         on_demand: bool = False,
         rouse: Callable[[], bool] = lambda: True,
+        node: str | None = None,
+        open_link: Connect | None = None,
     ) -> None:
         self._router_id = router_id
         self._vocabulary = vocabulary
-        self._node = ray.get_runtime_context().get_node_id()
+        self._node = ray.get_runtime_context().get_node_id() if node is None else node
+        self._open_link = open_link or connect
         self._lease_call = replicas.options(stream=True).lease
         self._dispatcher = dispatcher
         self._watch = ReplicaWatch(asyncio.get_running_loop(), self._members_changed)
@@ -118,7 +123,7 @@ class ReplicaDirectory:
         """Stay linked to one replica until the link or the lease ends, then make room to find it again."""
         replica_id = announcement.replica_id
         try:
-            link = await connect(announcement.address, self._router_id)
+            link = await self._open_link(announcement.address, self._router_id)
             try:
                 self._unlinked.pop(replica_id, None)
                 del self._refusals[replica_id]

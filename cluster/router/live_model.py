@@ -16,12 +16,14 @@ from cluster.openai.served_model import ServedModel
 from cluster.router.directory import ReplicaDirectory
 from cluster.router.dispatcher import Dispatcher
 from cluster.router.dispatcher_config import ADMISSION_WAIT, DispatcherConfig
+from cluster.router.incidents import IncidentLog, RecordedSource
 from cluster.router.metrics import CostCollector, RequestCollector, RoutingCollector
 from cluster.router.models import ModelFront
 from cluster.router.readiness import ModelViews, ready_body
 from cluster.telemetry.logs import FIELDS
 from cluster.telemetry.metrics import Metrics, ReplicaSetStats, ReplicaStats
 from cluster.token_source import NO_CONTEXT, CallContext, TokenChunk, TokenSource
+from cluster.wire.tcp import connect
 from cluster.wire.translation import stats_of
 from engine.loader.fingerprint import vocabulary_fingerprint
 from engine.request import Request
@@ -52,8 +54,15 @@ class LiveModel:
         vocabulary = vocabulary_fingerprint(config.model, config.tokenizer)
         self._cold_start = config.scales_to_zero
         scaled = config.max_replicas is not None
+        incidents = incident_log(config, f"{router_id}-{replicas.deployment_name}")
         self._directory = ReplicaDirectory(
-            router_id, replicas, self._dispatcher, vocabulary, on_demand=scaled, rouse=rouse
+            router_id,
+            replicas,
+            self._dispatcher,
+            vocabulary,
+            on_demand=scaled,
+            rouse=rouse,
+            open_link=None if incidents is None else incidents.connecting(connect),
         )
         self._deployment = replicas.deployment_name
         metrics.register(
@@ -65,7 +74,7 @@ class LiveModel:
         metrics.register(CostCollector(model.model_id, self._dispatcher.replicas, self._dispatcher.counters))
         self.front = ModelFront(
             model,
-            admission_queue(config, self._dispatcher, self._logged(config, model), routers),
+            admission_queue(config, self._dispatcher, self._logged(config, model, incidents), routers),
             metrics.of(model.model_id, self._stats),
             ready=lambda: bool(self.ready()["ready"]),
             replicas=self._dispatcher.replicas,
@@ -81,10 +90,13 @@ class LiveModel:
         replicas, unlinked = self._dispatcher.replicas(), self._directory.unlinked
         return ModelViews(self.front.model_id, self._deployment, replicas, unlinked)
 
-    def _logged(self, config: ClusterConfig, model: ServedModel) -> TokenSource:
+    def _logged(self, config: ClusterConfig, model: ServedModel, incidents: IncidentLog | None) -> TokenSource:
+        source: TokenSource = self._dispatcher
+        if incidents is not None:
+            source = RecordedSource(source, incidents)
         if not config.enable_log_requests:
-            return self._dispatcher
-        return LoggedSource(self._dispatcher, model.tokenizer, model.model_id, config.max_log_len)
+            return source
+        return LoggedSource(source, model.tokenizer, model.model_id, config.max_log_len)
 
     def _queued(self) -> int:
         return self.front.admission.num_waiting + self._dispatcher.num_waiting
@@ -92,6 +104,13 @@ class LiveModel:
     def _stats(self) -> ReplicaSetStats:
         replicas = [ReplicaStats(v.replica_id, stats_of(v.load), v.ready) for v in self._dispatcher.replicas()]
         return ReplicaSetStats(replicas, self._dispatcher.counters.migrations)
+
+
+def incident_log(config: ClusterConfig, name: str) -> IncidentLog | None:
+    """Return what records a router's incidents, None where that is off. Raises `ConfigError`."""
+    if config.record_incidents is None:
+        return None
+    return IncidentLog(config.record_incidents, name, asyncio.get_running_loop().time)
 
 
 def dispatcher_config(config: ClusterConfig) -> DispatcherConfig:

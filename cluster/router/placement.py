@@ -335,7 +335,7 @@ class Placement:
             return
         if live.trace is not None:
             live.trace.attempt_over(why)
-        if attempt.replica.detach(live, attempt):
+        if attempt.replica.detach(live, attempt) or self._replicas.selection.shares_out:
             self.has_room()
         self._replicas.retire_if_idle(attempt.replica)
 

@@ -223,11 +223,14 @@ class ReplicaSet:
             await asyncio.sleep(period)
             now = self._loop.time()
             ping = self._best_effort.do(self._events.ping) or Ping()
+            silent = [replica for replica in self._linked.values() if not self.selection.is_heard(replica)]
             for replica in self._linked.values():
                 # Time in which this process did not run is no silence of theirs: what they said waits to be read.
                 replica.last_heard = min(now, replica.last_heard + max(0.0, now - due))
                 if replica.takes_requests:
                     self.served_until = now
+            if any(map(self.selection.is_heard, silent)):
+                self._best_effort.do(self._events.room)
             self._best_effort.do(self._lose_overdue, now)
             for replica in self.linked:
                 self._best_effort.do(self._attend, replica, now, ping)

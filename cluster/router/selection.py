@@ -93,6 +93,11 @@ class Selection:
         sizes = sizes or [replica.kv_tokens for replica in takers] or self._absent.kv_tokens(self._clock())
         return ReplicaCapacity(len(sizes), sum(sizes)) if sizes else None
 
+    @property
+    def shares_out(self) -> bool:
+        """Whether what waits is shared among replicas that come back: each end there lets another one in."""
+        return self._absent.gathers(self._clock())
+
     def has_taker(self, live: LiveRequest) -> bool:
         """Whether a replica that takes requests may go on with `live` in time, if not now."""
         return any(replica.can_continue(live) for replica in self.takers())
@@ -215,7 +220,7 @@ class Absent:
         if not self._num_expected(now):
             return None
         self._expected.pop(replica_id if replica_id in self._expected else next(iter(self._expected)))
-        if others and now >= self._gathers_until:
+        if others and not self.gathers(now):
             return None
         self._gathers_until = now + GATHER_TIME
         return self._gathers_until
@@ -224,11 +229,15 @@ class Absent:
         """Take note that a replica will not be found again."""
         self._silent.pop(replica_id, None)
 
+    def gathers(self, now: float) -> bool:
+        """Whether those that come back share what waits."""
+        return now < self._gathers_until
+
     def spare(
         self, pool: list[ReplicaHandle], present: list[ReplicaHandle], num_waiting: int, now: float
     ) -> list[ReplicaHandle]:
         """Return those of `pool` that may have one of `num_waiting` requests that wait. present: all there are."""
-        if now >= self._gathers_until:
+        if not self.gathers(now) or not pool:
             return pool
         total = num_waiting + sum([len(replica.live) for replica in present])
         share = -(-total // (len(present) + self._num_expected(now)))

@@ -34,6 +34,7 @@ OPEN_DEFAULTS = {
     "batch_dir": "no files and batches",
     "metrics_compat": "none",
     "otlp_traces_endpoint": "no traces",
+    "record_incidents": "not recorded",
     "link_host": "loopback on one node, else the node's address",
 }
 HELP = {
@@ -120,6 +121,7 @@ HELP = {
         "log_format": "Format of logs: text, or json with one object per line.",
         "enable_log_requests": "Log a line for each request: ids, lengths, parameters.",
         "max_log_len": "Characters of the prompt in that line; 0 = none.",
+        "record_incidents": "Folder on each node where routers record what happens, for `squadron replay`; no texts.",
     },
     "Batches": {
         "batch_dir": "Directory that all routers share, or URL, for /v1/files and /v1/batches.",

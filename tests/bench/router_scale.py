@@ -31,6 +31,7 @@ from cluster.router.prefix_index import PrefixIndex, PromptKeys
 from cluster.router.replica_handle import LiveRequest, ReplicaHandle
 from cluster.router.selection import Chooser
 from cluster.router.token_log import TokenLog
+from cluster.simulator.engine import StepTimes
 from cluster.wire import tcp
 from cluster.wire.link import LinkAddress
 from cluster.wire.messages import Welcome
@@ -39,7 +40,6 @@ from engine.request import Request
 from engine.sampling_params import SamplingParams
 from tests.bench.shared_prefixes import Workload, oracle_hit_tokens
 from tests.simulator.cluster import SimulatedModel, simulated_replica
-from tests.simulator.engine import StepTimes
 
 BLOCK = 16
 LONG_PROMPT = 16_384

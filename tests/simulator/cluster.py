@@ -12,9 +12,9 @@ from cluster.replica.core import ReplicaCore
 from cluster.replica.sessions import ReplicaFacts, ReplicaTimes
 from cluster.router.dispatcher import Dispatcher
 from cluster.router.dispatcher_config import DispatcherConfig
+from cluster.simulator.engine import ModelledExecutor, SimulatedEngine, StepTimes
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from tests.simulator.engine import ModelledExecutor, SimulatedEngine, StepTimes
 from tests.simulator.links import connect_local
 
 

@@ -10,12 +10,12 @@ from cluster.config import parse_config
 from cluster.errors import ApiError
 from cluster.router.dispatcher import Dispatcher
 from cluster.router.live_model import admission_queue, dispatcher_config
+from cluster.simulator.engine import StepTimes
 from cluster.wire.link import LOST
 from engine.errors import ConfigError
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from tests.simulator.cluster import SimulatedModel, simulated_replica
-from tests.simulator.engine import StepTimes
 from tests.simulator.links import connect_local
 from tests.simulator.virtual_time import run_virtually
 

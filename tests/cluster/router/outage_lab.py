@@ -11,11 +11,11 @@ import numpy as np
 from cluster.errors import ApiError
 from cluster.replica.core import ReplicaCore
 from cluster.router.dispatcher import Dispatcher
+from cluster.simulator.engine import simulated_tokens
 from cluster.wire.link import LOST
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from tests.simulator.cluster import SimulatedModel, simulated_replica
-from tests.simulator.engine import simulated_tokens
 from tests.simulator.links import FaultyLink, connect_local
 
 MODEL = SimulatedModel(num_kv_blocks=32768)

@@ -16,11 +16,11 @@ import cluster.router.prefix_index
 from cluster.router.dispatcher import Dispatcher
 from cluster.router.dispatcher_config import DispatcherConfig
 from cluster.router.metrics import RoutingCollector
+from cluster.simulator.engine import simulated_tokens
 from cluster.token_source import CallContext
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from tests.simulator.cluster import SimulatedCluster, SimulatedModel
-from tests.simulator.engine import simulated_tokens
 from tests.simulator.links import FaultPlan, FaultyLink, connect_local
 from tests.simulator.virtual_time import run_virtually
 

@@ -15,7 +15,6 @@ from engine.core import EngineCore
 from engine.errors import ConfigError
 from engine.report import SamplingInputs, StepInputs, StepOutputs, StepReport
 from engine.worker.executor import Executor, Pending
-from tests.fake_executor import Done
 
 FIRST_TOKEN = 3  # smaller ids are left to whoever wants one that ends a sequence
 
@@ -134,6 +133,17 @@ class StepTimes:
         return self.base + self.prompt_token * prompt + self.sequence * sequences + self.context_token * context
 
 
+class _Drawn(Pending):
+    """A step whose results are there."""
+
+    def __init__(self, outputs: StepOutputs) -> None:
+        self._outputs = outputs
+
+    @override
+    def result(self) -> StepOutputs:
+        return self._outputs
+
+
 class ModelledExecutor(Executor):
     """In the place of a worker group: draws tokens, which depend on nothing but seed and position, at no cost.
 
@@ -151,7 +161,7 @@ class ModelledExecutor(Executor):
     def launch(self, inputs: StepInputs, sampling: SamplingInputs) -> Pending:
         self.last_step = self._times.of(inputs)
         drawn = simulated_tokens(sampling.seeds + 7919 * sampling.choices, sampling.positions, self._span)
-        return Done(StepOutputs(drawn.astype(np.int32)))
+        return _Drawn(StepOutputs(drawn.astype(np.int32)))
 
     @override
     def close(self) -> None:

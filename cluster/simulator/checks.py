@@ -1,0 +1,210 @@
+"""What must hold of a simulated cluster: after every event, and when all is over."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from itertools import chain
+
+from cluster.admission.keys import OPEN
+from cluster.simulator.answers import GONE, LEFT, WHOLE, Answer, Scene, undisturbed
+from cluster.simulator.fleet import ReplicaLife, RouterLife
+from engine.errors import IntegrityError
+
+AT_ONCE = 0.3  # seconds after which what can run does
+RECOVERY = 6.0  # seconds after a fault in which its traces may last: a silence is noticed, links are made again
+UNAVAILABLE = frozenset({"no_replica", "replica_lost", "router_lost", "no_router", "overloaded"})
+DEATHS_OF_POISON = 3  # `quarantine_deaths`, and `MOST_LOSSES` of routers
+
+
+def after_event(world: Scene) -> None:
+    """Check what must hold at any moment."""
+    for replica in _replicas(world):
+        world.violations += _owned(replica)
+    for life in _routers(world):
+        world.violations += _sums(life)
+        if waits := _could_run(life):
+            world.fleet.after(AT_ONCE, _look_again, world, life, waits)
+        for replica in _replicas(world):
+            world.violations += _beliefs(world, life, replica)
+
+
+def _could_run(life: RouterLife) -> set[str]:
+    """Return what waits in a router although there is a replica for it."""
+    return life.process.call(_with_a_replica, life)
+
+
+def _with_a_replica(life: RouterLife) -> set[str]:
+    placement, selection = life.dispatcher._placement, life.dispatcher._replicas.selection
+    waiting = placement._waiting.waiting()
+    in_line = set[str]()
+    if life.admission is not None and life.admission._inflight.has_room():
+        in_line = {f"{name} in line" for name, count in life.admission.waiting().items() if count}
+    could = {live.request_id for i, live in enumerate(waiting) if selection._pool_for(live, len(waiting) - i)}
+    return in_line | could
+
+
+def _look_again(world: Scene, life: RouterLife, waited: set[str]) -> None:
+    """Note what still waits although it could run then and can now."""
+    if life.process.runs and (still := waited & _could_run(life)):
+        world.violations.append(f"{life.name}: {sorted(still)} wait although a replica would take them")
+
+
+def at_end(world: Scene) -> None:
+    """Check every answer, and the accounts."""
+    for life in world.fleet.replicas.values():
+        world.violations += _costs(life)
+    if world.history.ingress:
+        world.violations += _quotas(world)
+    for answer in world.answers:
+        world.violations += [f"{answer.name}: {told}" for told in _wrong(world, answer)]
+
+
+def left_over(world: Scene) -> list[str]:
+    """Return what should be gone when every answer has ended."""
+    left = [f"{one.name} runs {one.core.num_requests} requests" for one in _replicas(world) if one.core.num_requests]
+    for life in _routers(world):
+        waits = life.dispatcher.num_live + life.dispatcher.num_waiting
+        if life.admission is not None:
+            waits += life.admission.num_waiting
+        if waits:
+            left.append(f"{life.name} has {life.dispatcher.num_live} requests that live")
+    return left
+
+
+def trace_of(world: Scene) -> str:
+    """Return a digest of what every client got, and when."""
+    digest = blake2b(digest_size=8)
+    for answer in world.answers:
+        digest.update(repr((answer.name, sorted(answer.tokens.items()), answer.ends, answer.ended)).encode())
+        digest.update(answer.body)
+    return digest.hexdigest()
+
+
+def _routers(world: Scene) -> list[RouterLife]:
+    return [life for life in world.fleet.routers.values() if life.process.runs]
+
+
+def _replicas(world: Scene) -> list[ReplicaLife]:
+    return [life for life in world.fleet.replicas.values() if life.process.runs]
+
+
+def _owned(life: ReplicaLife) -> list[str]:
+    """What a replica runs is of routers that it has links to."""
+    sessions = life.core._sessions._sessions.values()
+    known = sum(len(session.runs) for session in sessions)
+    if known != life.core.num_requests:
+        return [
+            f"{life.name} runs {life.core.num_requests} requests, {known} of them of routers that it is linked to"
+        ]
+    return []
+
+
+def _sums(life: RouterLife) -> list[str]:
+    """Every request that was accepted has ended once, or lives."""
+    counters, live = life.dispatcher.counters, life.dispatcher.num_live
+    ended = sum(counters.outcomes.values())
+    if counters.accepted != ended + live:
+        return [f"{life.name}: {counters.accepted} requests were accepted, {ended} ended and {live} live"]
+    return []
+
+
+def _costs(life: ReplicaLife) -> list[str]:
+    """All time of a replica's device is charged to somebody, or idle."""
+    try:
+        life.core._engine._accounts.check_integrity()
+    except IntegrityError as error:
+        return [f"{life.name}: {error}"]
+    return []
+
+
+def _quotas(world: Scene) -> list[str]:
+    """Every request has left its tenant's count; where no router was lost or stopped, each token was charged once."""
+    wrong = []
+    for life in _routers(world):
+        if running := life.tenancy.quotas.running(OPEN):
+            wrong.append(f"{life.name}: {running} requests are counted as running")
+    counts = [counts for life in world.fleet.all_routers for counts in life.tenancy.counts.values()]
+    if all(answer.ends == ["whole"] for answer in world.answers) and not world.fleet.router_losses:
+        asked = [answer.asked for answer in world.answers]
+        due = sum(one.prompt for one in asked), sum(one.tokens * one.choices for one in asked)
+        charged = sum(one.prompt_tokens for one in counts), sum(one.output_tokens for one in counts)
+        if charged != due:
+            wrong.append(f"{charged} tokens of prompts and output were charged in place of {due}")
+    return wrong
+
+
+def _beliefs(world: Scene, router: RouterLife, replica: ReplicaLife) -> list[str]:
+    """Where nothing is on its way, a replica runs what its router believes."""
+    handle = router.dispatcher._replicas.get(replica.name)
+    session = replica.core._sessions.get(router.name)
+    if handle is None or session is None or handle.gone:
+        return []
+    connections = world.fleet.network.way(router.slot, replica.slot).connections
+    if (
+        not connections
+        or not all(one.is_quiet for one in connections)
+        or handle.incarnation != replica.core.incarnation
+    ):
+        return []
+    believed, runs = set(handle.live), set(session.runs)
+    if believed != runs:
+        return [f"{router.name} believes that {replica.name} runs {sorted(believed)}, it runs {sorted(runs)}"]
+    return []
+
+
+def _wrong(world: Scene, answer: Answer) -> list[str]:
+    """Return what is wrong with an answer."""
+    wrong = []
+    if len(answer.ends) != 1:
+        return [f"it ended {len(answer.ends)} times: {answer.ends}"]
+    end = answer.ends[0]
+    versions = (1, 2) if world.fleet.skewed else (1,)
+    expected = [undisturbed(world.history, answer.asked, version) for version in versions]
+    if end == WHOLE:
+        if answer.tokens not in expected:
+            wrong.append(f"whole, with {answer.tokens} in place of {expected[0]}")
+    elif not any(_begins(answer.tokens, one) for one in expected):
+        wrong.append(f"ended as {end} after {answer.tokens} in place of {expected[0]}")
+    if end not in (WHOLE, LEFT, GONE) and not _explained(world, answer, end):
+        wrong.append(f"ended as {end} ({answer.status}), which no fault explains")
+    if end == LEFT and answer.asked.leaves is None:
+        wrong.append("its client is said to have left, and has not")
+    return wrong
+
+
+def _begins(tokens: dict[int, list[int]], whole: dict[int, list[int]]) -> bool:
+    return all(tokens[choice] == whole.get(choice, [])[: len(tokens[choice])] for choice in tokens)
+
+
+def _explained(world: Scene, answer: Answer, code: str) -> bool:
+    """Whether a fault can have led to this end."""
+    fleet = world.fleet
+    if code in UNAVAILABLE and was_out(world, answer):
+        return True
+    if code == "request_quarantined":
+        return answer.asked.poison or fleet.deaths >= DEATHS_OF_POISON
+    if code == "router_lost":
+        return fleet.router_losses >= DEATHS_OF_POISON
+    return code == "model_changed" and fleet.skewed
+
+
+def was_out(world: Scene, answer: Answer) -> bool:
+    """Whether at some time there was no router for a request, or one that it may have come to had no replica."""
+    fleet, history = world.fleet, world.history
+    routers = [f"router-{i}" for i in range(history.routers)]
+    replicas = [f"replica-{i}" for i in range(history.replicas)]
+    mine = routers if answer.router is None else [answer.router.slot]
+    ways = [[_union(fleet.downs, (one,), (router, one)) for one in replicas] for router in mine]
+    out = [[_union(fleet.downs, (one,)) for one in routers], *ways]
+    begins = {begin for spans in (*chain(*out),) for begin, _ in spans if answer.began <= begin <= answer.ended}
+    return any(all(_covers(spans, moment) for spans in one) for one in out for moment in {answer.began, *begins})
+
+
+def _union(
+    downs: dict[tuple[str, ...], list[tuple[float, float]]], *names: tuple[str, ...]
+) -> list[tuple[float, float]]:
+    return [(begin, end + RECOVERY) for name in names for begin, end in downs.get(name, ())]
+
+
+def _covers(spans: list[tuple[float, float]], moment: float) -> bool:
+    return any(begin <= moment <= end for begin, end in spans)

@@ -1,0 +1,200 @@
+"""A history: who asks what, and what goes wrong when. Drawn from a seed, or written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from random import Random
+
+INGRESS_SHARE = 0.15  # of histories that go through the holder and HTTP; the others ask a router's dispatcher
+ARRIVALS, FAULTS = 1.5, 2.0  # seconds from the beginning in which they come
+
+
+@dataclass(frozen=True, slots=True)
+class Arrive:
+    """A client asks. seed: of its tokens. choices: `n`. router: which one, where there is no holder.
+
+    stream: whether the answer is to come as it is made. pace: seconds that the client takes for each message.
+    leaves: seconds after which it hangs up; None = it stays. poison: whether it kills every replica that computes it.
+    """
+
+    at: float
+    seed: int
+    prompt: int = 8
+    tokens: int = 12
+    choices: int = 1
+    router: int = 0
+    stream: bool = True
+    pace: float = 0.0
+    leaves: float | None = None
+    poison: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """A process dies. back: seconds until another takes its place; None = none does. silently: with its machine."""
+
+    at: float
+    process: str
+    back: float | None = 1.0
+    silently: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDies:
+    """The engine of a replica cannot go on; the replica says so and ends."""
+
+    at: float
+    process: str
+    back: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """A process does nothing for a while (SIGSTOP)."""
+
+    at: float
+    process: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Leap:
+    """The clock of a process leaps forward."""
+
+    at: float
+    process: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The connections between a router and a replica break."""
+
+    at: float
+    router: str
+    replica: str
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Nothing gets through between a router and a replica for a while; then all of it comes."""
+
+    at: float
+    router: str
+    replica: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """Frames between a router and a replica take so much longer for a while: others overtake them."""
+
+    at: float
+    router: str
+    replica: str
+    delay: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """A replica is to go, and another comes. version: of the model that the other runs."""
+
+    at: float
+    process: str
+    back: float = 0.5
+    version: int = 1
+
+
+Event = Arrive | Kill | EngineDies | Stop | Leap | Cut | Partition | Slow | Drain
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """seed: of all that is left to chance while it runs: choices of routers, ids, clocks.
+
+    ingress: whether clients ask over HTTP, through the holder. real_engine: whether replicas run the real core.
+    seats: sequences that a replica runs at once. updated: replicas, the last ones, that run another model at first.
+    """
+
+    seed: int
+    routers: int
+    replicas: int
+    events: tuple[Event, ...]
+    ingress: bool = False
+    real_engine: bool = False
+    seats: int = 256
+    updated: int = 0
+
+    @property
+    def arrivals(self) -> list[Arrive]:
+        """Those who ask."""
+        return [event for event in self.events if isinstance(event, Arrive)]
+
+    def without(self, events: set[int]) -> History:
+        """Return the history without the events at these places."""
+        return replace(self, events=tuple(one for i, one in enumerate(self.events) if i not in events))
+
+
+def drawn(seed: int) -> History:
+    """Return the history of a seed."""
+    rng = Random(seed)
+    ingress = rng.random() < INGRESS_SHARE
+    routers, replicas = rng.choice((1, 2, 2, 3) if ingress else (1, 1, 2)), rng.choice((1, 2, 2, 3, 4))
+    events: list[Event] = [_arrival(rng, routers, number) for number in range(rng.randint(3, 8))]
+    for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6))):
+        events.append(_fault(rng, _moment(rng, events), routers, replicas, ingress))
+    events.sort(key=lambda event: event.at)
+    real_engine, seats = rng.random() < 0.05, rng.choice((256, 256, 3))
+    updated = rng.randrange(replicas) if rng.random() < 0.2 and not real_engine else 0
+    return History(seed, routers, replicas, tuple(events), ingress, real_engine, seats, updated)
+
+
+def _time(rng: Random, end: float) -> float:
+    return round(rng.uniform(0, end), 4)
+
+
+def _arrival(rng: Random, routers: int, number: int) -> Arrive:
+    return Arrive(
+        _time(rng, ARRIVALS),
+        rng.getrandbits(30),
+        prompt=rng.choice((2, 8, 20, 60)),
+        tokens=rng.choice((1, 3, 6, 12, 24)),
+        choices=rng.choice((1, 1, 1, 1, 2)),
+        router=rng.randrange(routers),
+        stream=rng.random() < 0.8,
+        pace=rng.choice((0.0, 0.0, 0.0, 0.05, 0.3)),
+        leaves=_time(rng, 1.5) if rng.random() < 0.12 else None,
+        poison=number == 0 and rng.random() < 0.04,
+    )
+
+
+def _moment(rng: Random, events: list[Event]) -> float:
+    """Return when a fault comes: most often while an answer is made."""
+    if rng.random() < 0.3:
+        return _time(rng, FAULTS)
+    return round(rng.choice(events).at + _time(rng, 0.5), 4)
+
+
+def _fault(rng: Random, at: float, routers: int, replicas: int, ingress: bool) -> Event:
+    router, replica = f"router-{rng.randrange(routers)}", f"replica-{rng.randrange(replicas)}"
+    either = rng.choice((router, replica))
+    back = rng.choice((0.05, 0.5, 1.0, 3.0))
+    seconds = rng.choice((0.1, 0.6, 2.0, 4.0, 8.0))
+    died = rng.choice((replica, router)), back, rng.random() < 0.3
+    held = "holder" if ingress else replica
+    # Each as often as it stands here.
+    makes: list[Callable[[], Event]] = [
+        *5 * [lambda: Kill(at, *died)],
+        *2 * [lambda: Stop(at, either, seconds)],
+        lambda: Leap(at, either, rng.choice((0.5, 5.0, 40.0))),
+        *3 * [lambda: Cut(at, router, replica)],
+        *3 * [lambda: Partition(at, router, replica, seconds)],
+        *2 * [lambda: Slow(at, router, replica, rng.choice((0.01, 0.1, 0.5)), seconds)],
+        lambda: Drain(at, replica, back),
+        lambda: Drain(at, replica, back, version=2),
+        lambda: Kill(at, held, back),
+        lambda: EngineDies(at, replica, back),
+    ]
+    return rng.choice(makes)()

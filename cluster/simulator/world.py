@@ -1,0 +1,422 @@
+"""Runs a history in virtual time: clients ask, faults strike, and after every event what must hold is checked."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from msgspec import json
+from starlette.types import Message, Receive, Scope, Send
+
+from cluster.errors import ApiError
+from cluster.ingress.guard import RouterLossGuard
+from cluster.openai.served_model import ServedModel
+from cluster.simulator import checks
+from cluster.simulator.answers import GONE, LEFT, WHOLE, Answer, Scene, prompt_of
+from cluster.simulator.fleet import MODEL, Fleet, RouterLife
+from cluster.simulator.history import (
+    Arrive,
+    Cut,
+    Drain,
+    EngineDies,
+    Event,
+    History,
+    Kill,
+    Leap,
+    Partition,
+    Slow,
+    Stop,
+)
+from cluster.simulator.process import SimulatedLoop, SimulatedProcess, StuckError
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+
+LINKED = 0.2  # seconds in which the first links are made, before the first event
+PATIENCE = 400.0  # seconds after the last event in which every answer must have ended
+SETTLED = 15.0  # seconds after the last answer in which nothing may be left: above `ReplicaTimes.router_timeout`
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a history. ends: of its answers. trace: a digest of all that clients got, with times."""
+
+    streams: int
+    whole: int
+    ends: tuple[str, ...]
+    violations: tuple[str, ...]
+    seconds: float
+    turns: int
+    trace: str
+
+
+class World(Scene):
+    """One history on one event loop."""
+
+    def __init__(self, history: History, loop: SimulatedLoop, record: str | None, model: ServedModel | None) -> None:
+        super().__init__(history, Fleet(history, loop, record, model), [], [])
+        self.loop = loop
+        self.holder: SimulatedProcess
+        self.guard: RouterLossGuard
+
+    async def run(self) -> None:
+        """Let it happen."""
+        fleet, history = self.fleet, self.history
+        for number in range(history.replicas):
+            fleet.start_replica(f"replica-{number}", 2 if number >= history.replicas - history.updated else 1)
+        for number in range(history.routers):
+            fleet.start_router(f"router-{number}")
+        self._start_holder()
+        await asyncio.sleep(LINKED)
+        began = self.loop.now
+        for event in history.events:
+            await asyncio.sleep(max(0.0, began + event.at - self.loop.now))
+            self._apply(event)
+            checks.after_event(self)
+        await self._all_end()
+        await self._settle()
+        checks.at_end(self)
+
+    async def _all_end(self) -> None:
+        until = self.loop.now + PATIENCE
+        while self.loop.now < until:
+            open_ones = [answer.task for answer in self.answers if not answer.ends and answer.task is not None]
+            if not open_ones:
+                return
+            await asyncio.wait(open_ones, timeout=2.0, return_when=asyncio.FIRST_COMPLETED)
+            checks.after_event(self)
+        late = [answer.name for answer in self.answers if not answer.ends]
+        if late:
+            self.violations.append(f"{late} have no end after {PATIENCE:g} s")
+
+    async def _settle(self) -> None:
+        until = self.loop.now + SETTLED
+        await asyncio.sleep(0.05)
+        while self.loop.now < until and checks.left_over(self):
+            await asyncio.sleep(0.5)
+        self.violations += checks.left_over(self)
+
+    def _start_holder(self) -> None:
+        self.holder = self.fleet.new_process("holder")
+        self.guard = self.holder.call(RouterLossGuard, self._proxy, self.loop.time)
+
+    def _apply(self, event: Event) -> None:
+        match event:
+            case Arrive():
+                self._arrive(event)
+            case Kill():
+                self._kill(event)
+            case EngineDies(process=slot):
+                self.fleet.engine_dies(self.fleet.replicas[slot], event.back)
+            case Stop(process=slot):
+                self._stop(self.fleet.process(slot), event)
+            case Leap(process=slot):
+                self._leap(self.fleet.process(slot), event)
+            case Drain(process=slot):
+                version = 1 if self.history.real_engine else event.version
+                self.fleet.drain(self.fleet.replicas[slot], event.back, version)
+            case _:
+                self._disturb(event)
+
+    def _disturb(self, event: Cut | Partition | Slow) -> None:
+        """Do something to the way between a router and a replica."""
+        fleet, ends, seconds = self.fleet, (event.router, event.replica), 0.0
+        match event:
+            case Cut():
+                fleet.network.cut(*ends)
+            case Partition():
+                seconds = event.seconds
+                fleet.network.partition(*ends, seconds)
+            case Slow():
+                fleet.network.slow(*ends, event.delay, event.seconds)
+                return
+        fleet.down(ends, seconds)
+
+    def _kill(self, event: Kill) -> None:
+        fleet, slot = self.fleet, event.process
+        if slot == "holder":
+            self._kill_holder()
+        elif slot in fleet.replicas:
+            fleet.kill_replica(fleet.replicas[slot], event.back, event.silently)
+        elif slot in fleet.routers:
+            self._kill_router(fleet.routers[slot], event)
+
+    def _leap(self, process: SimulatedProcess | None, event: Leap) -> None:
+        if process is not None and not process.dead:
+            process.leap(event.seconds)
+            self.fleet.down((event.process,), 0.0)
+
+    def _stop(self, process: SimulatedProcess | None, event: Stop) -> None:
+        if process is None or not process.runs:
+            return
+        process.stop()
+        self.fleet.router_losses += event.process in self.fleet.routers  # for its clients, if it takes long
+        self.fleet.down((event.process,), event.seconds)
+        self.fleet.after(event.seconds, process.go_on)
+
+    def _kill_router(self, life: RouterLife, event: Kill) -> None:
+        self.fleet.kill_router(life, event.back, event.silently)
+        for answer in self.answers:
+            if answer.router is life and not answer.ends:
+                self._end(answer, GONE)
+
+    def _kill_holder(self) -> None:
+        self.holder.kill()
+        for answer in self.answers:
+            if not answer.ends:
+                self._end(answer, GONE)
+        self._start_holder()
+
+    def _end(self, answer: Answer, end: str) -> None:
+        answer.ends.append(end)
+        answer.ended = self.loop.now
+
+    # --- clients
+
+    def _arrive(self, asked: Arrive) -> None:
+        answer = Answer(asked, f"r{len(self.answers)}", began=self.loop.now)
+        self.answers.append(answer)
+        if self.history.ingress:
+            answer.task = self.holder.spawn(self._over_http(answer))
+            return
+        routers = [life for life in self.fleet.routers.values() if not life.process.dead]
+        if not routers:
+            self._end(answer, GONE)
+            return
+        life = answer.router = routers[asked.router % len(routers)]
+        answer.task = life.process.spawn(self._of_dispatcher(answer, life))
+
+    async def _of_dispatcher(self, answer: Answer, life: RouterLife) -> None:
+        asked = answer.asked
+        params = SamplingParams(max_tokens=asked.tokens, temperature=1.0, ignore_eos=True, n=asked.choices)
+        request = Request(answer.name, tuple(prompt_of(asked)), params, seed=asked.seed)
+        chunks = life.source.generate(request)
+        end = WHOLE
+        until = None if asked.leaves is None else self.loop.time() + asked.leaves
+        try:
+            async with asyncio.timeout_at(until):
+                async for chunk in chunks:
+                    answer.tokens.setdefault(chunk.choice, []).extend(chunk.token_ids)
+                    if asked.pace:
+                        await asyncio.sleep(asked.pace)
+        except TimeoutError:
+            end = LEFT
+        except ApiError as error:
+            end, answer.status = error.code, error.status
+        await chunks.aclose()  # type: ignore[attr-defined]
+        self._end(answer, end)
+
+    async def _over_http(self, answer: Answer) -> None:
+        asked = answer.asked
+        body = {
+            "model": MODEL, "prompt": prompt_of(asked), "max_tokens": asked.tokens, "n": asked.choices,
+            "seed": asked.seed, "ignore_eos": True, "stream": asked.stream, "return_token_ids": True,
+        }  # fmt: skip
+        scope: Scope = {
+            "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "root_path": "",
+            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+        }  # fmt: skip
+        hung_up: asyncio.Future[None] = self.loop.create_future()
+        if asked.leaves is not None:
+            self.loop.call_later(asked.leaves, _resolve, hung_up)
+        sent: list[Message] = [{"type": "http.request", "body": json.encode(body), "more_body": False}]
+        client = _HttpClient(self, answer)
+
+        async def receive() -> Message:
+            if sent:
+                return sent.pop()
+            await hung_up
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            if not hung_up.done():
+                client.take(message)
+                if asked.pace and not client.over:
+                    await asyncio.sleep(asked.pace)
+
+        await self.guard(scope, receive, send)
+        if not answer.ends:
+            self._end(answer, LEFT if hung_up.done() else "no end")
+
+    async def _proxy(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass an exchange on as Serve does: to the router that was asked the fewest times, be it stopped."""
+        while not self.fleet.routers:
+            await self.fleet.changed_or(0.25)
+        life = min(self.fleet.routers.values(), key=lambda one: one.asked)
+        life.asked += 1
+        await _Hop(self.loop, life).run(scope, receive, send)
+
+
+class _Hop:
+    """One exchange between the proxy and a router: a queue each way, until the router is dead."""
+
+    def __init__(self, loop: SimulatedLoop, life: RouterLife) -> None:
+        self._loop = loop
+        self._life = life
+        self._asked: asyncio.Queue[Message] = asyncio.Queue()
+        self._said: asyncio.Queue[Message | None] = asyncio.Queue()
+
+    async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        own = {**scope, "headers": list(scope["headers"]), "state": {}}
+        app = self._life.process.spawn(self._answer(own))
+        listening = asyncio.create_task(self._listen(receive))
+        over = asyncio.create_task(self._life.over.wait())
+        over.add_done_callback(lambda _: self._said.put_nowait(None))
+        try:
+            while (message := await self._said.get()) is not None:
+                await send(message)
+        finally:
+            for task in (app, listening, over):
+                task.cancel()
+
+    async def _answer(self, scope: Scope) -> None:
+        async def say(message: Message) -> None:
+            self._said.put_nowait(dict(message))
+
+        try:
+            await self._life.app(scope, self._asked.get, say)
+        finally:
+            self._said.put_nowait(None)
+
+    async def _listen(self, receive: Receive) -> None:
+        while True:
+            message = await receive()
+            self._asked.put_nowait(dict(message))
+            if message["type"] == "http.disconnect":
+                return
+
+
+class _HttpClient:
+    """Reads what comes over HTTP into an `Answer`."""
+
+    def __init__(self, world: World, answer: Answer) -> None:
+        self.over = False
+        self._world = world
+        self._answer = answer
+        self._rest = b""
+        self._events = False
+
+    def take(self, message: Message) -> None:
+        """Take in a message of ASGI."""
+        answer = self._answer
+        if self.over:
+            self._world.violations.append(f"{answer.name}: {message['type']} after the end of its answer")
+        elif message["type"] == "http.response.start":
+            if answer.status:
+                self._world.violations.append(f"{answer.name}: its answer has two heads")
+            answer.status = message["status"]
+            headers = dict(message["headers"])
+            self._events = headers[b"content-type"].startswith(b"text/event-stream")
+        else:
+            answer.body += message.get("body", b"")
+            self.over = not message.get("more_body", False)
+            if self.over:
+                self._world._end(answer, self._read())
+
+    def _read(self) -> str:
+        """Return how the answer ended."""
+        answer = self._answer
+        if not self._events:
+            told = json.decode(answer.body)
+            if answer.status != 200:
+                return str(told["error"]["code"])
+            self._add(told)
+            return WHOLE
+        end = ""
+        for block in answer.body.split(b"\n\n"):
+            if not block or block.startswith(b":"):
+                continue
+            if end:
+                self._world.violations.append(f"{answer.name}: {block!r} after its end")
+            data = block.removeprefix(b"data: ")
+            if data == b"[DONE]":
+                end = WHOLE
+                continue
+            told = json.decode(data)
+            if "error" in told:
+                end = str(told["error"]["code"])
+            else:
+                self._add(told)
+        return end or "cut"
+
+    def _add(self, told: dict[str, Any]) -> None:
+        for choice in told["choices"]:
+            self._answer.tokens.setdefault(choice["index"], []).extend(choice.get("token_ids") or ())
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class _Errors(logging.Handler):
+    """Keeps what the product logs as a failure of its own: errors with a traceback."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one."""
+        if record.exc_info and record.exc_info[1] is not None:
+            self.told.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
+
+
+@contextmanager
+def entropy(seed: int, loop: SimulatedLoop) -> Iterator[None]:
+    """Have ids and the time of day come from the history."""
+    rng, before = Random(seed), (secrets.token_hex, secrets.randbits, time.time)
+
+    def token_hex(nbytes: int | None = None) -> str:
+        size = nbytes or 32
+        return f"{rng.getrandbits(8 * size):0{2 * size}x}"
+
+    secrets.token_hex = token_hex
+    secrets.randbits = rng.getrandbits  # type: ignore[assignment]
+    time.time = lambda: 1.7e9 + loop.now
+    try:
+        yield
+    finally:
+        secrets.token_hex, secrets.randbits, time.time = before
+
+
+def run(history: History, record: str | None = None, model: ServedModel | None = None) -> Outcome:
+    """Run a history and return what came of it.
+
+    record: folder where routers record their incidents. model: what they serve, where clients ask over HTTP.
+    """
+    if history.ingress and model is None:
+        raise ValueError("a history over HTTP needs a model with a tokenizer")
+    errors, root = _Errors(), logging.getLogger()
+    root.addHandler(errors)
+    loop = SimulatedLoop()
+    asyncio.set_event_loop(loop)
+    try:
+        with entropy(history.seed, loop):
+            world = loop.run_until_complete(_run(history, loop, record, model))
+            turns, seconds = loop.turns, loop.now
+            world.fleet.close_records()
+            loop.abandon()
+    finally:
+        root.removeHandler(errors)
+        asyncio.set_event_loop(None)
+        loop.close()
+    violations = [*world.violations, *loop.failures, *errors.told]
+    whole = sum(answer.ends == [WHOLE] for answer in world.answers)
+    ends = tuple(end for answer in world.answers for end in answer.ends)
+    return Outcome(len(world.answers), whole, ends, tuple(violations), seconds, turns, checks.trace_of(world))
+
+
+async def _run(history: History, loop: SimulatedLoop, record: str | None, model: ServedModel | None) -> World:
+    world = World(history, loop, record, model)
+    try:
+        await world.run()
+    except StuckError as error:
+        world.violations.append(str(error))
+    return world
