@@ -125,10 +125,11 @@ class RouterConnection:
             return  # `exchange` sees it as well
 
     async def _next(self) -> Message:
-        number, message = _decode(await self._stream.receive())
-        if number != self._number:
-            raise LinkClosedError("damaged", f"exchange {number} instead of {self._number}")
-        return message
+        """Return the next message of the exchange that runs; what is left of the one before is dropped."""
+        while True:
+            number, message = _decode(await self._stream.receive())
+            if number == self._number:
+                return message
 
 
 class ExchangeServer:
@@ -209,6 +210,7 @@ class _Exchange:
         self._number = number
         self._stream = stream
         self._left = False
+        self._over = False
 
     async def run(self, app: ASGIApp, scope: dict[str, Any]) -> None:
         scope["headers"] = [tuple(pair) for pair in scope["headers"]]
@@ -220,6 +222,8 @@ class _Exchange:
             raise
         except Exception:
             log.exception("an exchange failed inside")
+        finally:
+            self._over = True
         self._stream.send(_encode((self._number, {"type": END})))
 
     async def _receive(self) -> Message:
@@ -234,7 +238,7 @@ class _Exchange:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Mapping[str, Any]) -> None:
-        if self._stream.closed:
+        if self._over or self._stream.closed:
             return  # as ASGI has it for a client that has left
         self._stream.send(_encode((self._number, message)))
         await self._stream.room()
