@@ -41,9 +41,11 @@ class GatewayHost:
         watch_parent()
         self._config = resolve_config(settings)
         self._routers = routers
+        # What Serve itself does at the end counts as well.
+        self._grace = max(1.0, self._config.drain_timeout - 5.0)
 
     def build(self) -> ASGIApp:
-        """Return the application, with its gRPC server where there is one; called on the event loop that it runs on.
+        """Return the application, and make the gRPC server where there is one; called on the loop that they run on.
 
         Raises `ReplicaStartError` where a port is taken.
         """
@@ -53,6 +55,7 @@ class GatewayHost:
         guard = RouterLossGuard(pool)
         app = GatewayApp(pool, guard)
         settle_heap()
+        self._grpc: GrpcServer | None = None
         if config.grpc_port is None:
             return app
         try:
@@ -60,10 +63,10 @@ class GatewayHost:
             self._key_watch = asyncio.create_task(tenancy.watch())
             service = CarryingService(guard, lambda: pool.routers)
             address = ListenAddress(config.host, config.grpc_port)
-            server = GrpcServer(address, service, CarryingDoor(tenancy, service), config.max_body_bytes)
+            self._grpc = GrpcServer(address, service, CarryingDoor(tenancy, service), config.max_body_bytes)
         except SquadronError as error:
             raise ReplicaStartError.of(error) from error
-        return BesideHttp(app, server, config.drain_timeout)
+        return app
 
 
 @serve.ingress()
@@ -72,7 +75,8 @@ class GatewayBehindProxy(GatewayHost):
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application (called by Serve on this copy's event loop)."""
-        return self.build()
+        app, grpc = self.build(), self._grpc
+        return app if grpc is None else BesideHttp(app, grpc, self._grace)
 
 
 class Gateway(GatewayHost):
@@ -82,9 +86,11 @@ class Gateway(GatewayHost):
         super().__init__(settings, routers)
         config = self._config
         try:
-            self._server = HttpServer(self.build(), config.host, config.port, config.drain_timeout)
+            self._server = HttpServer(self.build(), config.host, config.port, self._grace)
         except SquadronError as error:
             raise ReplicaStartError.of(error) from error
+        if self._grpc is not None:
+            self._grpc_start = asyncio.create_task(self._grpc.start())
         logger.info("HTTP listens on %s port %d", config.host, self._server.port)
 
     def check_health(self) -> None:
@@ -93,7 +99,8 @@ class Gateway(GatewayHost):
             raise RuntimeError("the HTTP server has ended")
 
     async def __del__(self) -> None:
-        """Let exchanges finish, and end (called by Serve)."""
+        """Take nothing new, let exchanges and calls finish, and end (called by Serve)."""
         server: HttpServer | None = getattr(self, "_server", None)
         if server is not None:
-            await server.stop()
+            grpc = self._grpc.stop(self._grace) if self._grpc is not None else asyncio.sleep(0)
+            await asyncio.gather(server.stop(), grpc)

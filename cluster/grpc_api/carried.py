@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from typing import Any
 
 import grpc
 from google.protobuf.message import Message
+from msgspec import json
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cluster.answer_log import ANSWER_LOG, AnswerLog, NoLog
+from cluster.answer_log import ANSWER_LOG, CONTINUES, AnswerLog, NoLog
+from cluster.errors import ApiError
 from cluster.grpc_api.door import KNOWN, refusal, unknown
-from cluster.grpc_api.rpc import Metadata, TrailingMetadata, exchange
+from cluster.grpc_api.rpc import Metadata, TrailingMetadata, error_of, exchange
 from cluster.grpc_api.service import GrpcServices, InferenceService
 from cluster.grpc_api.web_frames import CONTENT_TYPE, CallEnd, end_frame, message_frame
 from cluster.http.asgi import disconnected
@@ -36,11 +40,10 @@ class CarriedCalls:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = CarriedContext(scope, send)
-        asked = await receive()  # a gateway has the whole request before it brings it
-        if asked["type"] == "http.disconnect":
+        body = await _body(receive)
+        if body is None:
             return
-        body: bytes = asked.get("body", b"")
-        work = asyncio.ensure_future(self._call(scope[CALL]["method"], body, context))
+        work = asyncio.ensure_future(self._call(scope[CALL], body, context))
         left = asyncio.ensure_future(disconnected(receive))
         try:
             await asyncio.wait((work, left), return_when=asyncio.FIRST_COMPLETED)
@@ -52,9 +55,13 @@ class CarriedCalls:
                 one.cancel()
             await asyncio.gather(work, left, return_exceptions=True)
 
-    async def _call(self, method: str, body: bytes, context: CarriedContext) -> None:
+    async def _call(self, call: Mapping[str, Any], body: bytes, context: CarriedContext) -> None:
         """Run one method; whatever it raises becomes the status."""
+        method = call["method"]
         refused = refusal(self._services.tenancy, method, context.invocation_metadata())
+        if refused is None and call["refused"] and method in KNOWN:
+            message = "the gateway has not read the file of keys again yet; send the request again"
+            refused = ApiError("no_router", message)
         if refused is None and method in KNOWN:
             message = await getattr(self._service, KNOWN[method])(body, context)
             if message is not None:
@@ -63,6 +70,18 @@ class CarriedCalls:
         services = self._services
         async with exchange(KNOWN.get(method, "other"), context, services.answered, services.traced):
             raise refused or unknown(method)
+
+
+async def _body(receive: Receive) -> bytes | None:
+    """Return the request, None where its client left; a gateway has all of it before it brings it."""
+    parts, more = [], True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(parts)
 
 
 class CarriedContext:
@@ -75,6 +94,7 @@ class CarriedContext:
         now = asyncio.get_running_loop().time()
         self._ends_at = None if remaining is None else now + remaining - self.answer_log.elapsed
         self._send = send
+        self._continues = CONTINUES in scope
         self._started = False
         self._end = CallEnd(grpc.StatusCode.OK)
 
@@ -99,7 +119,16 @@ class CarriedContext:
         self._end = CallEnd(code, details, tuple(trailing_metadata))
 
     async def end(self) -> None:
-        """Send the status."""
+        """Send the status.
+
+        A router that refuses to go on with an answer says so as over HTTP: it is no end, if another one may go on.
+        """
+        if self._continues and not self._started and self._end.code is not grpc.StatusCode.OK:
+            body = json.encode({"error": error_of(self._end.trailing) | {"message": self._end.message}})
+            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+            await self._send({"type": "http.response.start", "status": 503, "headers": headers})
+            await self._send({"type": "http.response.body", "body": body})
+            return
         await self._write(end_frame(self._end), more=False)
 
     async def _write(self, frame: bytes, more: bool) -> None:

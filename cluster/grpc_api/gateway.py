@@ -22,9 +22,10 @@ from cluster.grpc_api.door import SERVICE, Continuation, refusal
 from cluster.grpc_api.rpc import metadata_value, status_code, status_message, trailing_metadata
 from cluster.grpc_api.web_frames import CONTENT_TYPE, CallEnd, FrameReader
 from cluster.ingress.exchange import CALL
-from cluster.ingress.guard import router_lost
+from cluster.ingress.guard import MARK, TELLS_TAKEN, router_lost
 
 ABORT = "Abort"
+ABORT_SECONDS = 5.0  # in which routers must have said whether they run a call
 
 
 class CarryingService:
@@ -49,9 +50,9 @@ class CarryingService:
             return partial(self.carry, full)
         return partial(self._abort if name == ABORT else self._unary, full)
 
-    async def carry(self, method: str, body: bytes, context: grpc.aio.ServicerContext) -> None:
-        """Have a router answer a call, and pass on what comes as it comes."""
-        carried = _Carried(method, body, context)
+    async def carry(self, method: str, body: bytes, context: grpc.aio.ServicerContext, refused: bool = False) -> None:
+        """Have a router answer a call, and pass on what comes as it comes. refused: it may not be made."""
+        carried = _Carried(method, body, context, refused=refused)
         await self._app(carried.scope, carried.receive, carried.send)
         await carried.end()
 
@@ -62,15 +63,23 @@ class CarryingService:
         return carried.message
 
     async def _abort(self, method: str, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        """Ask the routers one after the other, until one of them has run the call."""
-        carried = _Carried(method, body, context, whole=True)
+        """Ask all routers: one of them has run the call."""
+        asked: dict[asyncio.Future[None], _Carried] = {}
         for router in self._routers():
             carried = _Carried(method, body, context, whole=True)
-            await router(carried.scope, carried.receive, carried.send)
-            if carried.ended_well:
-                break
-        await carried.end()
-        return carried.message
+            asked[asyncio.ensure_future(_run(router, carried))] = carried
+        if asked:
+            await asyncio.wait(asked, timeout=ABORT_SECONDS)
+        for task in asked:
+            task.cancel()
+        nobody = _Carried(method, body, context, whole=True)
+        told = max(asked.values(), key=lambda one: (one.ended_well, one.ended), default=nobody)
+        await told.end()
+        return told.message
+
+
+async def _run(app: ASGIApp, carried: _Carried) -> None:
+    await app(carried.scope, carried.receive, carried.send)
 
 
 class CarryingDoor(grpc.aio.ServerInterceptor):
@@ -91,7 +100,7 @@ class CarryingDoor(grpc.aio.ServerInterceptor):
                 return handler
 
         async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
-            await self._service.carry(method, b"", context)
+            await self._service.carry(method, b"", context, refused=True)
 
         return grpc.stream_stream_rpc_method_handler(refuse)
 
@@ -99,7 +108,15 @@ class CarryingDoor(grpc.aio.ServerInterceptor):
 class _Carried:
     """One call on its way. whole: its only message is kept in `message`, and not passed on as it comes."""
 
-    def __init__(self, method: str, body: bytes, context: grpc.aio.ServicerContext, whole: bool = False) -> None:
+    def __init__(
+        self,
+        method: str,
+        body: bytes,
+        context: grpc.aio.ServicerContext,
+        whole: bool = False,
+        refused: bool = False,
+    ) -> None:
+        self._stalled = False
         self.message = b""
         self._whole = whole
         self._context = context
@@ -117,8 +134,13 @@ class _Carried:
             "scheme": "http",
             "path": method,
             "query_string": b"",
-            "headers": [(b"x-request-id", self._shown_id.encode())],
-            CALL: {"method": method, "metadata": metadata, "remaining": context.time_remaining()},
+            "headers": [(b"x-request-id", self._shown_id.encode()), (MARK, TELLS_TAKEN)],
+            CALL: {
+                "method": method,
+                "metadata": metadata,
+                "remaining": context.time_remaining(),
+                "refused": refused,
+            },
         }
 
     async def receive(self) -> Message:
@@ -143,7 +165,17 @@ class _Carried:
             elif self._whole:
                 self.message = frame
             else:
-                await self._context.write(frame)
+                await self._write(frame)
+
+    async def _write(self, frame: bytes) -> None:
+        self._stalled = True  # should the guard give the client up while it reads nothing
+        await self._context.write(frame)
+        self._stalled = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether the router has said how the call ended."""
+        return self._end is not None
 
     @property
     def ended_well(self) -> bool:
@@ -152,18 +184,21 @@ class _Carried:
 
     async def end(self) -> None:
         """End the call as the router said, or with the error of one that was lost."""
-        end = self._end or _end_of(self._refused, self._shown_id)
+        end = self._end or _end_of(self._refused, self._shown_id, self._stalled)
         if end.code is grpc.StatusCode.OK:
             self._context.set_trailing_metadata(end.trailing)
         else:
             await self._context.abort(end.code, end.message, end.trailing)
 
 
-def _end_of(refused: bytearray | None, request_id: str) -> CallEnd:
-    """Return the end of a call that no router ended."""
+def _end_of(refused: bytearray | None, request_id: str, stalled: bool) -> CallEnd:
+    """Return the end of a call that no router ended. stalled: its client reads nothing."""
     try:
         told = json.decode(refused or b"")["error"]
         error = ApiError(told["code"], told["message"], request_id=request_id)
     except (DecodeError, KeyError, TypeError):
         error = router_lost(request_id)
+    if stalled:
+        message = "the client read nothing of its answer for too long"
+        error = ApiError("slow_consumer", message, status=408, retryable=False, request_id=request_id)
     return CallEnd(status_code(error), status_message(error), trailing_metadata(error, request_id))

@@ -234,6 +234,15 @@ def trailing_metadata(error: ApiError, request_id: str) -> TrailingMetadata:
     return ((DETAILS_KEY, status.SerializeToString()), ("x-request-id", request_id), *retry)
 
 
+def error_of(trailing: TrailingMetadata) -> dict[str, Any]:
+    """Return what `trailing_metadata` tells of an error beside its message: `code`, `retryable` and the like."""
+    status = Status.FromString(next(value for name, value in trailing if name == DETAILS_KEY))
+    info = ErrorInfo()
+    status.details[0].Unpack(info)
+    told = dict(info.metadata)
+    return {"code": info.reason, **told, "retryable": told["retryable"] == "true"}
+
+
 def _details(error: ApiError) -> list[Message]:
     told = {
         "type": error.type,

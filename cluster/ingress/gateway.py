@@ -19,6 +19,7 @@ from cluster.answer_log import KEEPS
 from cluster.ingress.bounded_http import BoundedHttp
 from cluster.ingress.guard import RouterLossGuard
 from cluster.ingress.router_pool import RouterPool
+from cluster.ingress.router_side import until_lost
 from engine.errors import ConfigError
 
 HEALTHZ = "/-/healthz"  # as Serve's proxies answer it, for KubeRay and balancers
@@ -42,7 +43,7 @@ class GatewayApp:
         elif scope["path"] == HEALTHZ:
             await self._health(send)
         elif KEEPS in scope:  # Serve has put a guard around its own server already, which also knows how clients read
-            await self._pool(scope, receive, send)
+            await self._pool(scope, until_lost(receive), send)
         else:
             await self._guard(scope, receive, send)
 

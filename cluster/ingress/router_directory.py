@@ -71,7 +71,7 @@ class RouterDirectory:
         """Have a router in the pool until it is gone, or is to stop and has answered what it was asked."""
         router = KnownRouter(announcement.router_id, announcement.address)
         if announcement.copy not in self._members:
-            router.leave()
+            router.dismiss()
         self._held[announcement.copy] = router
         try:
             await either(self._pool.hold(router), lease_ended(lease), router.left())
@@ -87,7 +87,7 @@ class RouterDirectory:
         self._members = ids
         for copy, router in self._held.items():
             if copy not in ids:
-                router.leave()
+                router.dismiss()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

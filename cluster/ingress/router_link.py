@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 from msgspec import msgpack
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster.answer_log import KEPT, NOTE
 from cluster.wire.frames import HELLO_TIMEOUT, FrameServer, FrameStream, open_stream
 from cluster.wire.link import LinkAddress, LinkClosedError, LinkLimits
 
@@ -24,7 +25,9 @@ WELCOME = "squadron.welcome"  # a router's first one on a connection, once it kn
 END = "squadron.end"  # a router's last one of an exchange
 WATCH = "squadron.watch"  # a gateway's, in place of an exchange: its `gateway` wants to be told that the router lives
 ALIVE = "squadron.alive"  # a router's answer to it, every `BEAT` seconds: whether it is `leaving`
+VERSION = 1  # of all this, in the first message of either side
 BEAT = 1.0
+PIECE = 1 << 20  # bytes of a body that one message carries at most
 SILENCE = 3.0  # seconds without a word after which a router gets no new exchange
 # The log of an answer that another router goes on with is 32 MiB at most, its request as much.
 LIMITS = LinkLimits(max_message_bytes=96 << 20, max_up_bytes=97 << 20, max_down_bytes=97 << 20)
@@ -61,8 +64,8 @@ class RouterConnection:
             async with asyncio.timeout(HELLO_TIMEOUT):
                 stream = await open_stream(address, LIMITS)
                 _, welcome = _decode(await stream.receive())
-            if welcome["type"] != WELCOME:
-                raise ConnectionError(f"{address!r} is no router")
+            if (welcome["type"], welcome.get("version")) != (WELCOME, VERSION):
+                raise ConnectionError(f"{address!r} is no router of version {VERSION}")
             return cls(stream)
         except BaseException as error:
             if stream is not None:
@@ -84,6 +87,7 @@ class RouterConnection:
         """Have the router answer; returns whether it came to the end, which is not so where it died."""
         self._number += 1
         asking = asyncio.ensure_future(self._ask(scope, receive))
+        asking.add_done_callback(self._end_if_failed)
         try:
             while (message := await self._next())["type"] != END:
                 if message["type"] == "http.response.start":
@@ -98,11 +102,17 @@ class RouterConnection:
             asking.cancel()
         return True
 
+    def _end_if_failed(self, asking: asyncio.Future[None]) -> None:
+        """Give the exchange up where what the client says cannot be passed on: the router would wait for it."""
+        if not asking.cancelled() and (error := asking.exception()) is not None:
+            log.error("a request could not be passed on", exc_info=error)
+            self.close()
+
     async def watch(self, gateway_id: str, heard: Callable[[bool], None]) -> None:
         """Call `heard` when the router says that it lives, with whether it leaves; returns once it is gone."""
         self._number += 1
         try:
-            self._stream.send(_encode((self._number, {"type": WATCH, "gateway": gateway_id})))
+            self._stream.send(_encode((self._number, {"type": WATCH, "gateway": gateway_id, "version": VERSION})))
             while (message := await self._next())["type"] == ALIVE:
                 heard(message["leaving"])
         except LinkClosedError:
@@ -117,8 +127,9 @@ class RouterConnection:
             self._stream.send(_encode((number, {"type": BEGIN, "scope": carried})))
             while True:
                 message = await receive()
-                self._stream.send(_encode((number, message)))
-                await self._stream.room()
+                for piece in _pieces(message):
+                    self._stream.send(_encode((number, piece)))
+                    await self._stream.room()
                 if message["type"] == "http.disconnect":
                     return
         except LinkClosedError:
@@ -169,7 +180,7 @@ class ExchangeServer:
             await server.close()
 
     async def _serve(self, stream: FrameStream) -> None:
-        stream.send(_encode((0, {"type": WELCOME})))
+        stream.send(_encode((0, {"type": WELCOME, "version": VERSION})))
         while True:
             number, message = _decode(await stream.receive())
             if message["type"] == BEGIN:
@@ -240,5 +251,22 @@ class _Exchange:
     async def _send(self, message: Mapping[str, Any]) -> None:
         if self._over or self._stream.closed:
             return  # as ASGI has it for a client that has left
-        self._stream.send(_encode((self._number, message)))
-        await self._stream.room()
+        if message["type"] == NOTE:  # nobody waits for it: who says it says it of other exchanges, too
+            if KEPT in message or not self._stream.is_full:
+                self._stream.send(_encode((self._number, message)))
+            return
+        for piece in _pieces(message):
+            self._stream.send(_encode((self._number, piece)))
+            await self._stream.room()
+
+
+def _pieces(message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Cut the body of a message into what one frame carries."""
+    body = message.get("body", b"")
+    if len(body) <= PIECE:
+        yield message
+        return
+    for at in range(0, len(body), PIECE):
+        more = at + PIECE < len(body) or message.get("more_body", False)
+        rest = {"type": message["type"]} if at else message
+        yield {**rest, "body": body[at : at + PIECE], "more_body": more}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
 from starlette.datastructures import Headers
@@ -17,53 +17,59 @@ from cluster.ingress.router_link import SILENCE, RouterConnection
 from cluster.wire.link import LinkAddress
 
 MOST_IDLE = 256  # connections that wait for their next exchange, to each router
+MOST_OPENING = 16  # connections that are being made, to each
 log = logging.getLogger(__name__)
 
 
 class KnownRouter:
-    """One router. leaving: it is to stop, and gets nothing new. gone: its connections are broken. load: exchanges."""
+    """One router, as an ASGI application. leaving: it is to stop, and gets nothing new. load: its exchanges."""
 
     def __init__(self, router_id: str, address: LinkAddress) -> None:
         self.router_id = router_id
         self.leaving = False
-        self.gone = False
         self.load = 0
-        self._left = asyncio.Event()  # set once it is to stop and has no exchange any more
+        self._dismissed = False
+        self._left = asyncio.Event()  # set once it is dismissed and has no exchange any more
         self._address = address
         self._loop = asyncio.get_running_loop()
         self._heard = self._loop.time()
-        self._connections: deque[RouterConnection] = deque()
+        self._idle: deque[RouterConnection] = deque()
+        self._lent: set[RouterConnection] = set()
+        self._opening = asyncio.Semaphore(MOST_OPENING)
 
     @property
     def silent(self) -> bool:
         """Whether it has said nothing for a while; it may be stopped, or cut off."""
         return self._loop.time() - self._heard > SILENCE
 
-    def leave(self) -> None:
-        """Give it nothing new from now on."""
-        self.leaving = True
+    def dismiss(self) -> None:
+        """Give it nothing new, and do without it once it has answered what it was asked."""
+        self.leaving = self._dismissed = True
         if not self.load:
             self._left.set()
 
     async def left(self) -> None:
-        """Return once it is to stop and has answered what it was asked."""
+        """Return once it is dismissed and has answered what it was asked."""
         await self._left.wait()
 
-    async def watch(self, gateway_id: str) -> None:
-        """Listen to it until it is gone. Raises `OSError` where it cannot be reached."""
+    async def watch(self, gateway_id: str, alive: Callable[[], None]) -> None:
+        """Listen to it until it is gone; `alive` is called when it speaks. Raises `OSError` if it is not there."""
+
+        def hear(leaves: bool) -> None:
+            self._heard = self._loop.time()
+            self.leaving |= leaves
+            alive()
+
         connection = await RouterConnection.open(self._address)
         try:
-            await connection.watch(gateway_id, self._hear)
+            await connection.watch(gateway_id, hear)
         finally:
-            self.gone = True
             connection.close()
-            for one in self._connections:
-                one.close()
 
-    def _hear(self, leaves: bool) -> None:
-        self._heard = self._loop.time()
-        if leaves:
-            self.leave()
+    def close(self) -> None:
+        """Break all connections: whoever waits for it asks another one."""
+        for one in (*self._idle, *self._lent):
+            one.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Have it answer an exchange; returns when it has, or is lost (ASGI)."""
@@ -79,24 +85,33 @@ class KnownRouter:
         self.load += 1
         connection = None
         try:
-            connection = self._idle_connection() or await RouterConnection.open(self._address)
+            connection = self._open_one() or await self._opened()
+            self._lent.add(connection)
             yield connection
         finally:
             self.load -= 1
-            if self.leaving and not self.load:
+            if self._dismissed and not self.load:
                 self._left.set()
-            if connection is not None and not connection.closed:
-                if self.gone or len(self._connections) >= MOST_IDLE:
-                    connection.close()
-                else:
-                    self._connections.append(connection)
+            if connection is not None:
+                self._take_back(connection)
 
-    def _idle_connection(self) -> RouterConnection | None:
-        while self._connections:
-            connection = self._connections.pop()  # the one used last is the likeliest to be open
+    def _open_one(self) -> RouterConnection | None:
+        while self._idle:
+            connection = self._idle.pop()  # the one used last is the likeliest to be open
             if not connection.closed:
                 return connection
         return None
+
+    async def _opened(self) -> RouterConnection:
+        async with self._opening:
+            return await RouterConnection.open(self._address)
+
+    def _take_back(self, connection: RouterConnection) -> None:
+        self._lent.discard(connection)
+        if len(self._idle) >= MOST_IDLE:
+            connection.close()
+        elif not connection.closed:
+            self._idle.append(connection)
 
 
 class RouterPool:
@@ -117,15 +132,18 @@ class RouterPool:
         return list(self._routers.values())
 
     async def hold(self, router: KnownRouter) -> None:
-        """Know a router until it is gone. Raises `OSError` where it cannot be reached."""
-        watching = asyncio.ensure_future(router.watch(self._gateway_id))
-        self._routers[router.router_id] = router
-        self._tell()
+        """Know a router from its first word until it is gone. Raises `OSError` where it cannot be reached."""
+
+        def alive() -> None:
+            if router.router_id not in self._routers:
+                self._routers[router.router_id] = router
+                self._came.set()
+
         try:
-            await watching
+            await router.watch(self._gateway_id, alive)
         finally:
-            watching.cancel()
-            del self._routers[router.router_id]
+            self._routers.pop(router.router_id, None)
+            router.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass an exchange on; returns when a router has answered it, or was lost. Waits while there is none."""
@@ -141,13 +159,10 @@ class RouterPool:
 
     async def _chosen(self) -> KnownRouter:
         """Return the router with the fewest exchanges. One that is silent, or to stop, is a last resort."""
-        while not (there := [one for one in self._routers.values() if not one.gone]):
+        while not self._routers:
             self._came.clear()
             await self._came.wait()
-        chosen = min(there, key=lambda one: (one.silent, one.leaving, one.load))
+        chosen = min(self._routers.values(), key=lambda one: (one.silent, one.leaving, one.load))
         # The one asked last comes last among equals.
         self._routers[chosen.router_id] = self._routers.pop(chosen.router_id)
         return chosen
-
-    def _tell(self) -> None:
-        self._came.set()

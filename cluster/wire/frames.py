@@ -2,7 +2,7 @@
 
 The server takes a secret of its own making, in a first frame that is short and due within seconds; a stranger on the
 port is told `unauthenticated` and nothing else. A peer that vanishes without a word is noticed by who uses the
-connection: both sides speak at least every second and give a silent peer up.
+connection, by what the peer says every second or so.
 
 A frame is four bytes of length, then the message. The length's high bit marks a goodbye: it carries "code: message"
 and is the last frame. A connection that ends without one was lost.
@@ -39,7 +39,9 @@ logger = logging.getLogger(__name__)
 
 GREETING = b"squadron "  # followed by the secret
 GREETING_BYTES = 1024  # longest frame before the handshake is done
-MOST_UNKNOWN = 64  # connections before the handshake; beyond that the oldest is closed
+MOST_UNKNOWN = 64  # connections before the handshake; beyond that the oldest is closed, if it has had its time,
+PROMPT = 1.0  # which is so many seconds: peers may come by the hundred at once,
+MOST_AT_ALL = 2048  # but not more
 HELLO_TIMEOUT = 5.0  # seconds for the first words of either side
 HEADER = 4  # bytes
 GOODBYE = 1 << 31
@@ -67,7 +69,8 @@ class FrameStream(asyncio.Protocol):
         self._kernel_takes = True
         self._reading_paused = False
         self._transport: asyncio.Transport | None = None
-        self._roomy: asyncio.Future[None] | None = None  # done when the kernel takes more, or nothing ever again
+        self._roomy = asyncio.Event()  # set while the kernel takes more, and when it never will again
+        self._roomy.set()
 
     @property
     def closed(self) -> bool:
@@ -118,6 +121,8 @@ class FrameStream(asyncio.Protocol):
     def pause_writing(self) -> None:
         """Keep frames here from now on (called by asyncio)."""
         self._kernel_takes = False
+        if self.ended is None:
+            self._roomy.clear()
 
     def resume_writing(self) -> None:
         """Pass on what waited (called by asyncio)."""
@@ -126,7 +131,8 @@ class FrameStream(asyncio.Protocol):
             frame = self._backlog.popleft()
             self._backlog_bytes -= len(frame)
             self._transport.write(frame)
-        self._tell_room()
+        if self._kernel_takes:
+            self._roomy.set()
         if self.ended is not None and not self._backlog and self._transport is not None:
             self._transport.close()
 
@@ -143,11 +149,14 @@ class FrameStream(asyncio.Protocol):
             raise LinkClosedError(SLOW_CONSUMER, message)
         self._write(len(frame).to_bytes(HEADER, "big") + frame)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether what is sent now waits here for the kernel."""
+        return not self._roomy.is_set()
+
     async def room(self) -> None:
-        """Return once the kernel takes what was sent, or the connection is over."""
-        while not self._kernel_takes and self.ended is None:
-            self._roomy = asyncio.get_running_loop().create_future()
-            await self._roomy
+        """Return once the kernel takes what was sent, or the connection is over. Any number may wait."""
+        await self._roomy.wait()
 
     async def receive(self) -> bytes:
         """Return the next frame, one caller at a time. Raises `LinkClosedError`."""
@@ -191,11 +200,7 @@ class FrameStream(asyncio.Protocol):
         if self.ended is None:
             self.ended = LinkClosedError(code, message)
         self._inbox.close(code, message)
-        self._tell_room()
-
-    def _tell_room(self) -> None:
-        if self._roomy is not None and not self._roomy.done():
-            self._roomy.set_result(None)
+        self._roomy.set()
 
 
 async def open_stream(address: LinkAddress, limits: LinkLimits) -> FrameStream:
@@ -223,7 +228,7 @@ class FrameServer:
         self._greeting = GREETING + self._secret.encode()
         self._server: asyncio.Server | None = None
         self._connections: dict[asyncio.Task[None], FrameStream] = {}
-        self._unknown: OrderedDict[FrameStream, None] = OrderedDict()
+        self._unknown: OrderedDict[FrameStream, float] = OrderedDict()  # when each came
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> LinkAddress:
         """Listen and return the address that peers need; port 0 lets the system choose."""
@@ -243,11 +248,15 @@ class FrameServer:
     def _accept(self) -> FrameStream:
         limits = self._limits
         stream = FrameStream(limits.max_down_bytes, limits.max_message_bytes, GREETING_BYTES)
-        task = asyncio.get_running_loop().create_task(self._run(stream))
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(self._run(stream))
         self._connections[task] = stream
-        self._unknown[stream] = None
-        if len(self._unknown) > MOST_UNKNOWN:
-            self._unknown.popitem(last=False)[0].close(REFUSED, "unauthenticated, and too many others are")
+        self._unknown[stream] = loop.time()
+        oldest, came = next(iter(self._unknown.items()))
+        late = loop.time() - came > PROMPT
+        if len(self._unknown) > (MOST_UNKNOWN if late else MOST_AT_ALL):
+            del self._unknown[oldest]
+            oldest.close(REFUSED, "unauthenticated, and too many others are")
         task.add_done_callback(self._connections.pop)
         return stream
 

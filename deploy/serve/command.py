@@ -241,7 +241,7 @@ class Server:
             self._find_proxy()
             return
         free_port(self._config.host, self._config.port)
-        self._started_serve = True
+        self._started_serve = not status.proxies and not status.applications
         try:
             alone = self._config.ingress == GATEWAY  # no proxy of Serve's beside it
             serve.start(

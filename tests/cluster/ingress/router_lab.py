@@ -68,7 +68,7 @@ class LabRouter:
         )
         self.letting_go = LetGo(CarriedCalls(self.app, grpc_services(models, metrics)))
         self._app = IngressCheck(self.letting_go, self._lab.router_wait)
-        self._server = ExchangeServer(self)
+        self._server = ExchangeServer(self._answer)
         self.known = KnownRouter(self.name, await self._server.address("127.0.0.1"))
 
     async def kill(self) -> None:
@@ -109,6 +109,25 @@ class LabRouter:
                     continue
                 tasks.remove(coming)
                 await send(coming.result())
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one exchange of a gateway, until the router is dead (ASGI)."""
+        self.asked += 1
+
+        async def say(message: Message) -> None:
+            await self.runs.wait()
+            if not self.dead.is_set():
+                await send(message)
+                self.said += 1
+                self._lab.on_message(self)
+
+        tasks = [asyncio.create_task(self._app(scope, receive, say)), asyncio.create_task(self.dead.wait())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
                 task.cancel()

@@ -10,6 +10,9 @@ from random import Random
 import grpc
 import pytest
 
+from cluster.errors import ApiError
+from cluster.grpc_api.carried import CarriedCalls
+from cluster.grpc_api.rpc import exchange
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
 from tests.cluster.ingress.router_lab import RouterLab
@@ -50,6 +53,26 @@ async def test_a_stream_is_what_it_would_have_been(tmp_path, kind):
             striking.cancel()
             assert lab.killed > 1
         assert found == [undisturbed] * 8
+
+
+async def test_a_router_that_cannot_go_on_with_a_call_now_is_not_the_last_one_asked(tmp_path, monkeypatch):
+    refusals, call = [], CarriedCalls._call
+
+    async def refuse_once(self, asked, body, context):
+        if context._continues and not refusals:
+            refusals.append(asked)
+            async with exchange("Generate", context, lambda *_: None):
+                raise ApiError("overloaded", "busy", retry_after=1)
+        else:
+            await call(self, asked, body, context)
+
+    monkeypatch.setattr(CarriedCalls, "_call", refuse_once)
+    async with RouterLab(tmp_path, gateway=True) as lab, connected(lab) as stub:
+        undisturbed = await told(stub, "generate")
+        last = {router: router.said + 20 for router in lab.routers}
+        lab.on_message = lambda one: lab.kill(one) if one.said == last.get(one) and not lab.killed else None
+        assert await told(stub, "generate") == undisturbed
+        assert (lab.killed, len(refusals)) == (1, 1)
 
 
 async def test_where_no_router_comes_in_time_the_status_says_so(tmp_path):

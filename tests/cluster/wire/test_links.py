@@ -292,7 +292,10 @@ async def test_bytes_of_a_stranger_get_a_short_refusal(address, data):
 
 
 async def test_strangers_who_say_nothing_keep_no_router_out_and_do_not_pile_up(address, monkeypatch):
-    monkeypatch.setattr(tcp, "HELLO_TIMEOUT", 60.0)  # none has had its time, however busy this machine is
+    monkeypatch.setattr(
+        frames, "HELLO_TIMEOUT", 60.0
+    )  # none is sent away for its silence, however busy this machine is
+    monkeypatch.setattr(frames, "PROMPT", 0.0)
     strangers = [await asyncio.open_connection(address.host, address.port) for _ in range(frames.MOST_UNKNOWN + 10)]
     link = await tcp.connect(address, "router")
     async with asyncio.timeout(30):
