@@ -12,6 +12,7 @@ from types import TracebackType
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.admission.tenants import Tenancy
+from cluster.answer_log import KEPT
 from cluster.grpc_api.carried import CarriedCalls
 from cluster.grpc_api.gateway import CarryingDoor, CarryingService
 from cluster.grpc_api.server import GrpcServer, ListenAddress
@@ -86,6 +87,7 @@ class LabRouter:
         async def say(message: Message) -> None:
             await self.runs.wait()
             if not self.dead.is_set():
+                self._lab.notes += KEPT in message
                 answer.put_nowait(message)
                 self.said += 1
                 self._lab.on_message(self)
@@ -121,6 +123,7 @@ class LabRouter:
         async def say(message: Message) -> None:
             await self.runs.wait()
             if not self.dead.is_set():
+                self._lab.notes += KEPT in message
                 await send(message)
                 self.said += 1
                 self._lab.on_message(self)
@@ -156,6 +159,7 @@ class RouterLab:
         self.replicas: list[ReplicaCore] = []
         self.killed = 0
         self.steps = 0  # of all replicas
+        self.notes = 0  # that routers have told the guard
         self._open: set[object] = set()  # exchanges
         self._waiting: set[object] = set()  # those that have got nothing since the last kill
         self._wanted = routers
@@ -250,11 +254,16 @@ class RouterLab:
     async def struck(self, rng: Random, streams: bool = True, steps: int = 100) -> None:
         """Kill a router each time that the replicas have made so many steps more, however long these take.
 
-        streams: and each client has got something of its answer since: what kills three routers in a row is given up.
+        And each answer has come on since, for what kills three routers in a row is given up. streams: clients see it.
         """
         while True:
-            wanted, self._waiting = self.steps + steps, set(self._open) if streams else set()
-            await until(lambda: self.steps >= wanted and self.routers and not self._waiting, deadline=60)  # noqa: B023
+            wanted, noted, self._waiting = self.steps + steps, self.notes, set(self._open) if streams else set()
+
+            def may_strike() -> bool:
+                told = self.notes - noted >= 2 * len(self._open)  # noqa: B023
+                return bool(self.steps >= wanted and told and self.routers and not self._waiting)  # noqa: B023
+
+            await until(may_strike, deadline=60)
             self.kill(rng.choice(self.routers))
 
     def _watched(self, app: ASGIApp) -> ASGIApp:
