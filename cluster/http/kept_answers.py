@@ -141,10 +141,7 @@ class KeptEndpoint(Responder):
             raise RuntimeError("nothing is kept here")
         exchange, log = state["exchange"], state[ANSWER_LOG]
         streams = fields.get("stream") is True
-        async with self._store.joined(head, state["visit"], log.facts) as (found, view):
-            if found.asked != head.asked:
-                message = "was sent with another body before; send the same body, or another key"
-                raise _refused(KEY_HEADER, message, "idempotency_key_reused")
+        async with self._store.joined(head, state["visit"], log.facts) as (_, view):
             _show(view, exchange, log)
             if streams:
                 give: Give = partial(send_events, behind=-1 if behind is None else behind)

@@ -92,20 +92,20 @@ class ResponseStore:
         """Find the answer of this name, or begin it: then the visit is closed when it has ended.
 
         Yields once the request was accepted or refused. One that ended with an error which another try may spare is
-        gone on with. facts: of an answer that another router has begun. Raises `ApiError` where there is no room.
+        gone on with. facts: of an answer that another router has begun. Raises `ApiError`: 429 where there is no
+        room, 400 (`idempotency_key_reused`) where the answer is to another body.
         """
         name, tenant = head.name, head.tenant
         record = None if self._own(name, tenant) else await self._seen(name, tenant)
         one = self._own(name, tenant)  # another request may have begun it meanwhile
-        if one is None and record is not None and not _may_go_on(record):
-            async with self._shown(record) as view:
-                yield record.head, view
+        former = record if one is None else one.record
+        if former is not None and former.head.asked != head.asked:
+            raise key_reused()
+        if former is not None and not _may_go_on(former):
+            async with self._shown(former, None if one is None else one.view) as view:
+                yield former.head, view
             return
-        if one is not None and not _may_go_on(one.record):
-            async with self._shown(one.record, one.view) as view:
-                yield one.record.head, view
-            return
-        yield head, await self._begin(head, visit, facts, record if one is None else one.record)
+        yield head if former is None else former.head, await self._begin(head, visit, facts, former)
 
     @asynccontextmanager
     async def found(self, name: str, tenant: str) -> AsyncIterator[tuple[Head, AnswerView]]:
@@ -382,6 +382,12 @@ def _may_go_on(record: Record) -> bool:
     """Whether an answer ended with an error that another try may spare."""
     error = None if record.end is None else record.end.error()
     return error is not None and error.retryable
+
+
+def key_reused() -> ApiError:
+    """Return the error of a key that came with another body before."""
+    message = "Idempotency-Key was sent with another body before; send the same body, or another key"
+    return ApiError("idempotency_key_reused", message, param="Idempotency-Key", status=400)
 
 
 def not_kept(name: str, retention: float) -> ApiError:

@@ -26,6 +26,13 @@ def after(text, number):
     return text.partition(f"id: {number}\n")[2].partition("\n\n")[2]
 
 
+def failing_for_now(model):
+    """A source that says a part of "hello world" and then fails; without `hold` it says the rest."""
+    tokens = [*model.tokenizer.encode("hello world"), model.tokenizer.eos_token_id]
+    failure = ApiError("replica_lost", "lost")
+    return GoingOn(lambda *_: tokens, eos=tokens[-1], hold=4, error=failure)
+
+
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_repeated_key_joins_the_running_answer(model, path):
     source = saying(model, "hello world", hold=4)
@@ -92,6 +99,18 @@ async def test_another_body_is_refused(model):
         assert (error["code"], error["param"]) == ("idempotency_key_reused", "Idempotency-Key")
 
 
+async def test_another_body_is_refused_where_the_answer_failed_for_now(model):
+    source = failing_for_now(model)
+    async with client_for(app_for(source, model)) as client:
+        await client.post("/v1/chat/completions", json=CHAT, headers=KEY)
+        source.hold = None
+        answer = await client.post("/v1/chat/completions", json=CHAT | {"max_tokens": 3}, headers=KEY)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "idempotency_key_reused"
+        same = await client.post("/v1/chat/completions", json=CHAT, headers=KEY)
+        assert same.text.endswith("data: [DONE]\n\n")
+
+
 async def test_a_refused_request_leaves_its_key_free(model):
     async with client_for(app_for(saying(model, "hello"), model)) as client:
         wrong = await client.post("/v1/chat/completions", json=CHAT | {"top_p": 7}, headers=KEY)
@@ -124,9 +143,7 @@ async def test_where_nothing_is_kept_a_key_is_refused(model):
 
 
 async def test_an_answer_that_failed_for_now_is_gone_on_with_by_the_next_request(model):
-    failure = ApiError("replica_lost", "lost")
-    tokens = [*model.tokenizer.encode("hello world"), model.tokenizer.eos_token_id]
-    source = GoingOn(lambda *_: tokens, eos=tokens[-1], hold=4, error=failure)
+    source = failing_for_now(model)
     async with client_for(app_for(source, model)) as client:
         first = (await client.post("/v1/chat/completions", json=CHAT, headers=KEY)).text
         assert '"code":"replica_lost"' in first
