@@ -223,9 +223,9 @@ async def send_events(view: AnswerView, answer: Answer, behind: int) -> Give | N
         return await send_whole(view, answer)
     await answer.events(b"")
     held = list[bytes]()
-    async for number, event in view.after(behind):
+    async for number in view.after(behind):
         behind = number
-        held.append(b"id: %d\n%s" % (number, event))
+        held.append(view.numbered(number))
         if number + 1 == len(view.events) or len(held) >= 64:
             await answer.events(b"".join(held))
             held.clear()

@@ -154,3 +154,18 @@ async def test_an_answer_that_failed_for_now_is_gone_on_with_by_the_next_request
     assert again.endswith("data: [DONE]\n\n")
     said = [json.loads(line.removeprefix("data: ")) for line in again.splitlines() if line.startswith("data: {")]
     assert "".join([one["choices"][0]["delta"].get("content", "") for one in said]) == "hello world"
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_client_of_events_misses_nothing_of_an_answer_that_failed_for_now(model, path):
+    """It says the last id that came, whatever event had it."""
+    source = failing_for_now(model)
+    async with client_for(app_for(source, model)) as client:
+        first = (await client.post(path, json=PATHS[path], headers=KEY)).text
+        assert '"code":"replica_lost"' in first
+        last = first.rpartition("id: ")[2].partition("\n")[0]
+        source.hold = None
+        rest = (await client.post(path, json=PATHS[path], headers=KEY | {"last-event-id": last})).text
+        whole = (await client.post(path, json=PATHS[path], headers=KEY)).text
+    had = first[: first.rindex("id: ")] + "id: " + first.rpartition("id: ")[2].partition("\n\n")[0] + "\n\n"
+    assert had + rest == whole
