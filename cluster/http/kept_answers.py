@@ -172,12 +172,13 @@ class KeptResponseEndpoint(Responder):
             raise ApiError("not_found", message, param="response_id")
         if not name.startswith(PREFIXES[RESPONSES]) or len(name) > 100:
             raise ApiError("not_found", f"{name[:100]!r} is no id of a response: they begin with resp_")
+        query = _query(scope) if scope["method"] == "GET" else ResponseQuery()
+        behind = _behind(query, _last_event(Headers(scope=scope)))
         if scope["method"] == "DELETE":
             await store.delete(name, tenant)
             body = {"id": name, "object": "response", "deleted": True}
             await answer.json(200, json.encode(body))
             return
-        query = ResponseQuery() if self._cancels else _query(scope)
         if self._cancels:
             await store.cancel(name, tenant)
         async with store.found(name, tenant) as (found, view):
@@ -186,7 +187,7 @@ class KeptResponseEndpoint(Responder):
             _show(view, state["exchange"], state[ANSWER_LOG])
             give: Give = partial(send_response, wait=False)
             if query.stream:
-                give = partial(send_events, behind=-1 if query.starting_after is None else query.starting_after)
+                give = partial(send_events, behind=behind)
             head, moved = found, await give(view, answer)
         if moved is not None:
             await _give_elsewhere(store, head, moved, answer)
@@ -286,6 +287,21 @@ def _last_event(headers: Headers) -> int | None:
     if not (found.isdecimal() and found.isascii() and len(found) < 10):
         raise _refused(LAST_HEADER, "must be the id of the last event that came, a number such as 12")
     return int(found)
+
+
+def _behind(query: ResponseQuery, last: int | None) -> int:
+    """Return the number of the event that a client has last, -1 = none.
+
+    last: of its `Last-Event-ID`, the later word: a client that reconnects by itself repeats the URL that it began with.
+    """
+    if last is None:
+        return -1 if query.starting_after is None else query.starting_after
+    if not query.stream:
+        raise _refused(LAST_HEADER, "is taken with stream=true")
+    if query.starting_after is not None and last < query.starting_after:
+        message = f"must not be below starting_after, which is {query.starting_after}; leave one of them out"
+        raise _refused(LAST_HEADER, message)
+    return last
 
 
 def _query(scope: Scope) -> ResponseQuery:

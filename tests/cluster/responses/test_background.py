@@ -71,6 +71,24 @@ async def test_a_stream_is_gone_on_with_behind_any_event(model):
     assert len(source.requests) == 1
 
 
+async def test_a_client_that_reconnects_by_itself_says_the_last_event_in_a_header(model):
+    async with client_for(app_for(saying(model, "hello 🙂 world"), model)) as client:
+        whole = events((await client.post("/v1/responses", json=asked(stream=True))).text)
+        path = f"/v1/responses/{whole[0]['response']['id']}"
+        for query in ({"stream": "true"}, {"stream": "true", "starting_after": 2}):
+            rest = await client.get(path, params=query, headers={"last-event-id": "5"})
+            assert events(rest.text) == whole[6:]
+
+
+@pytest.mark.parametrize("query", ["stream=true&starting_after=9", "stream=false", ""])
+async def test_a_last_event_that_contradicts_the_query_is_refused_by_name(model, query):
+    async with client_for(app_for(saying(model, "hello"), model)) as client:
+        name = (await client.post("/v1/responses", json=asked())).json()["id"]
+        answer = await client.get(f"/v1/responses/{name}?{query}", headers={"last-event-id": "5"})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "Last-Event-ID"
+
+
 async def test_the_openai_client_goes_on_behind_the_event_that_it_had(model):
     source = saying(model, "hello world", hold=4)
     async with (
