@@ -131,7 +131,8 @@ class KeptEndpoint(Responder):
         left = None if deadline is None else now + deadline - asyncio.get_running_loop().time()
         background = self._path == RESPONSES and fields.get("background") is True
         session = headers.get(SESSION_HEADER, "")
-        return Head(name, self._path, body, tenant, now, b"", seed, background, left, session)
+        by_id = fields.get("store") is not False
+        return Head(name, self._path, body, tenant, now, b"", seed, background, left, session, by_id)
 
     async def _kept(
         self, head: Head, fields: Mapping[str, Any], behind: int | None, state: Mapping[str, Any], answer: Answer
@@ -205,7 +206,7 @@ def _show(view: AnswerView, exchange: dict[str, str], log: AnswerLog) -> None:
 async def _give_elsewhere(store: ResponseStore, head: Head, give: Give, answer: Answer) -> None:
     """Go on giving out an answer that another router has taken over. Raises `ApiError`."""
     for _ in range(MOST_MOVES):
-        async with store.found(head.name, head.tenant) as (_, view):
+        async with store.found(head.name, head.tenant, by_id=False) as (_, view):
             moved = await give(view, answer)
         if moved is None:
             return

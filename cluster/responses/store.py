@@ -108,11 +108,14 @@ class ResponseStore:
         yield head if former is None else former.head, await self._begin(head, visit, facts, former)
 
     @asynccontextmanager
-    async def found(self, name: str, tenant: str) -> AsyncIterator[tuple[Head, AnswerView]]:
-        """Find an answer of a tenant's, here or elsewhere, and its frames. Raises `ApiError` (404)."""
+    async def found(self, name: str, tenant: str, by_id: bool = True) -> AsyncIterator[tuple[Head, AnswerView]]:
+        """Find an answer of a tenant's, here or elsewhere, and its frames. Raises `ApiError` (404).
+
+        by_id: whether its client names it; then one that is kept for its key alone is not found.
+        """
         one = self._own(name, tenant)
         record = await self._copies.fetch(name, tenant) if one is None else one.record
-        if record is None:
+        if record is None or (by_id and not record.head.by_id):
             raise not_kept(name, self.retention)
         async with self._shown(record, None if one is None else one.view) as view:
             yield record.head, view
@@ -131,7 +134,13 @@ class ResponseStore:
             await asyncio.gather(task, return_exceptions=True)
 
     async def cancel(self, name: str, tenant: str) -> None:
-        """End an answer, wherever it is made; one that has ended stays as it is. Raises `ApiError` (404)."""
+        """End a background answer, wherever it is made; one that has ended stays as it is.
+
+        Raises `ApiError`: 404 where there is none, 400 where its client waits for it.
+        """
+        if not (await self._head_by_id(name, tenant)).background:
+            message = f"response_id: {name[:100]!r} was not begun with background=true; delete it to end it"
+            raise ApiError("invalid_value", message, param="response_id", status=400)
         one = await self._taken(name, tenant)
         if one.view is not None:
             while not (one.view.begun or one.view.over):
@@ -141,12 +150,18 @@ class ResponseStore:
 
     async def delete(self, name: str, tenant: str) -> None:
         """Keep an answer no more; one that runs is ended. Raises `ApiError` (404)."""
-        one = self._own(name, tenant)
-        if one is None and await self._copies.fetch(name, tenant) is None:
-            raise not_kept(name, self.retention)
-        if one is not None:
+        await self._head_by_id(name, tenant)
+        if (one := self._own(name, tenant)) is not None:
             self._drop(one)
         self._copies.forget(name, tenant)
+
+    async def _head_by_id(self, name: str, tenant: str) -> Head:
+        """Return the head of an answer that its client names. Raises `ApiError` (404)."""
+        one = self._own(name, tenant)
+        record = await self._copies.fetch(name, tenant) if one is None else one.record
+        if record is None or not record.head.by_id:
+            raise not_kept(name, self.retention)
+        return record.head
 
     def close(self) -> None:
         """End all that runs; the copies stay for another router."""

@@ -146,6 +146,9 @@ class AnswerView:
     def end(self, at: int) -> End:
         """Return how it ended, as its last event says. at: seconds since 1970."""
         if self.events and (error := _told(self.events[-1]).error) is not None:
+            known = None if self.log.kept is None else self.log.kept.error
+            if known is not None and known.code == error.get("code"):
+                return End(at, known.code, known.message, known.param, known.status, known.retryable)
             return End(at, str(error.get("code")), str(error.get("message")), error.get("param"))
         if self.events and self.events[-1].startswith(_CANCELLED):
             return End(at, CANCELLED)

@@ -10,6 +10,7 @@ from openai.types.responses import Response
 
 from cluster.admission.keys import FixedKeys, KeyEntry, KeyRing, Tenant, hash_key
 from cluster.admission.tenants import Tenancy
+from cluster.errors import ApiError
 from tests.openai_app import MODEL, app_for, client_for, saying, served_model, serving
 
 
@@ -129,6 +130,30 @@ async def test_it_is_cancelled(model):
     assert source.closed == [begun.id]
 
 
+async def test_one_whose_client_waits_is_not_cancelled(model):
+    source = saying(model, "hello world", hold=3)
+    async with client_for(app_for(source, model)) as client:
+        body = {"model": MODEL, "input": "hi", "store": True}
+        waiting = asyncio.create_task(client.post("/v1/responses", json=body))
+        while not source.requests:
+            await asyncio.sleep(0)
+        refused = await client.post(f"/v1/responses/{source.requests[0].request_id}/cancel")
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "response_id"
+        source.go.set()
+        assert (await waiting).json()["status"] == "completed"
+
+
+@pytest.mark.parametrize("retryable", [True, False])
+async def test_a_waiting_client_gets_the_error_that_ended_it(model, retryable):
+    failure = ApiError("of_its_own", "it broke", param="input", status=507, retryable=retryable)
+    async with client_for(app_for(saying(model, "hello world", hold=3, error=failure), model)) as client:
+        answer = await client.post("/v1/responses", json={"model": MODEL, "input": "hi", "store": True})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["message"]) == (507, "of_its_own", "it broke")
+    assert error["retryable"] is retryable
+
+
 async def test_one_that_is_complete_stays_so_when_it_is_cancelled(model):
     async with client_for(app_for(saying(model, "hello"), model)) as client:
         name = (await client.post("/v1/responses", json=asked())).json()["id"]
@@ -181,6 +206,20 @@ async def test_what_is_not_stored_is_not_found(model):
         answer = await client.get(f"/v1/responses/{first['id']}")
         assert answer.status_code == 404
         assert "--response-retention" in answer.json()["error"]["message"]
+
+
+async def test_one_that_is_kept_for_its_key_alone_is_not_found(model):
+    source = saying(model, "hello")
+    async with client_for(app_for(source, model)) as client:
+        body, key = {"model": MODEL, "input": "hi", "store": False}, {"idempotency-key": "one"}
+        first = (await client.post("/v1/responses", json=body, headers=key)).json()
+        path = f"/v1/responses/{first['id']}"
+        for again in (client.get(path), client.delete(path), client.post(f"{path}/cancel")):
+            assert (await again).status_code == 404
+        more = {"model": MODEL, "input": "more", "previous_response_id": first["id"]}
+        assert (await client.post("/v1/responses", json=more)).status_code == 404
+        assert (await client.post("/v1/responses", json=body, headers=key)).json() == first
+    assert len(source.requests) == 1
 
 
 async def test_a_failure_is_fetched_as_one(model):
