@@ -68,7 +68,8 @@ class Kept:
     request_id: what it goes by. seed: of one whose client gave none; None = random. background: its client waits for
     no token. coming: what another router has of it behind `AnswerLog.past`, instead of computing it; None = computes
     it. completed_at: when it was complete, where that is known (seconds since 1970). cancelled: it ends because its
-    client wants it no more. on_begun: called when the request was accepted. error: what ended it, where that is known.
+    client wants it no more. on_begun: called when the request was accepted. error: what ended it,
+    where that is known.
     """
 
     request_id: str

@@ -7,6 +7,7 @@ Source: OpenAI API reference, "Responses" and its guide of background mode; WHAT
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,6 +19,8 @@ from msgspec import json, structs
 from starlette.datastructures import Headers, QueryParams
 from starlette.types import Receive, Scope, Send
 
+from cluster.admission.deadline import deadline_exceeded
+from cluster.admission.tenants import Visit
 from cluster.answer_log import ANSWER_LOG, AnswerFacts, AnswerLog
 from cluster.client_id import SESSION_HEADER
 from cluster.errors import ApiError
@@ -37,11 +40,8 @@ PREFIXES = {"/v1/responses": "resp_", "/v1/chat/completions": "chatcmpl-", "/v1/
 RESPONSES = "/v1/responses"
 # Gives out a view; returns what is left to be done with that of another router.
 Give = Callable[[AnswerView, Answer], Awaitable["Give | None"]]
-_OF_KEPT = (
-    b'"background"',
-    b'"store"',
-    b'"previous_response_id"',
-)  # a body without these asks for nothing to be kept
+# A body without a match asks for nothing to be kept; names may be written with escapes of their letters.
+_OF_KEPT = re.compile(rb'"background"|"store"|"previous_response_id"|\\u00[5-7]')
 
 
 class KeptEndpoint(Responder):
@@ -68,48 +68,73 @@ class KeptEndpoint(Responder):
             raise _refused(KEY_HEADER, "needs a server that keeps answers, and its --response-retention is 0")
         visit = state["visit"]
         body = await read_body(scope, receive, self._services.max_body_bytes, visit.deadline)
+        work = self._asked(body, key, behind, headers, state, answer)
+        await until_disconnect(receive, work, answer)
+
+    async def _asked(
+        self,
+        body: bytes,
+        key: str | None,
+        behind: int | None,
+        headers: Headers,
+        state: Mapping[str, Any],
+        answer: Answer,
+    ) -> None:
+        """Answer a body, from what is kept where it asks for that."""
+        visit, log = state["visit"], state[ANSWER_LOG]
         fields = await self._fields(body, key, visit.tenant.name)
-        asked = body
-        if self._path == RESPONSES and isinstance(fields.get("previous_response_id"), str) and "input" in fields:
-            if self._store is None:
-                message = "needs a server that keeps responses, and its --response-retention is 0"
-                raise _refused("previous_response_id", message, "unsupported_value")
-            fields = await self._continued(self._store, fields, visit.tenant.name)
-            body = json.encode(fields)
+        follows = (
+            self._path == RESPONSES and isinstance(fields.get("previous_response_id"), str) and "input" in fields
+        )
+        if follows and self._store is None:
+            message = "needs a server that keeps responses, and its --response-retention is 0"
+            raise _refused("previous_response_id", message, "unsupported_value")
         if self._store is None or not (key or fields.get("store") is True or fields.get("background") is True):
-            work = self._endpoint.take(body, answer, state["exchange"], visit, state[ANSWER_LOG])
-            await until_disconnect(receive, work, answer)
+            if follows and self._store is not None:
+                body = await self._continued(self._store, fields, len(body), visit)
+            await self._endpoint.take(body, answer, state["exchange"], visit, log)
             return
         if fields.get("background") and fields.get("store") is False:
             raise ApiError("unsupported_value", "store must be true with background=true, or left out", param="store")
-        head = self._head(body, key, fields, headers, visit.tenant.name, visit.deadline, state[ANSWER_LOG])
+        head = self._head(body, key, fields, headers, visit.tenant.name, visit.deadline, log)
         if key is not None:
-            head = structs.replace(head, asked=blake2b(asked, digest_size=16).digest())
-        await until_disconnect(receive, self._kept(head, fields, behind, state, answer), answer)
+            head = structs.replace(head, asked=blake2b(body, digest_size=16).digest())
+        complete = partial(self._continued, self._store, fields, len(body), visit) if follows else None
+        await self._kept(head, fields, behind, state, answer, complete)
 
     async def _fields(self, body: bytes, key: str | None, tenant: str) -> Mapping[str, Any]:
         """Return the fields of a body that may ask for something to be kept."""
-        if key is None and not any(name in body for name in _OF_KEPT):
+        if key is None and _OF_KEPT.search(body) is None:
             return {}
         return await self._services.thread_pool.run(len(body), lambda: parse_json(body), tenant)
 
-    async def _continued(self, store: ResponseStore, fields: Mapping[str, Any], tenant: str) -> Mapping[str, Any]:
-        """Return the fields with the input and the output of the previous response before their own input.
+    async def _continued(
+        self, store: ResponseStore, fields: Mapping[str, Any], num_bytes: int, visit: Visit
+    ) -> bytes:
+        """Return the body with the input and the output of the previous response before its own input.
 
-        Raises `ApiError`: 404 where it is not kept, 400 where it has not ended well.
+        num_bytes: of the body. Raises `ApiError`: 404 where that response is not kept, 400 where it has not ended
+        well, 504 where it has not ended within the request's deadline.
         """
-        name, param = fields["previous_response_id"], "previous_response_id"
+        name, param, tenant = fields["previous_response_id"], "previous_response_id", visit.tenant.name
         try:
-            async with store.found(name, tenant) as (head, view):
-                await view.whole()
-                before, last = parse_json(head.body), json.decode(view.response or b"{}")
+            async with asyncio.timeout_at(visit.deadline):
+                head, response = await _whole_response(store, name, tenant)
+        except TimeoutError:
+            raise deadline_exceeded(f"the request's deadline passed before its {param} was complete") from None
         except ApiError as error:
             error.param = param
             raise
-        if last.get("status") not in ("completed", "incomplete"):
-            message = f"{param}: that response has ended as {last.get('status')!r}; name one that is complete"
-            raise ApiError("invalid_value", message, param=param, status=400)
-        return {**fields, "input": [*_items(before.get("input")), *last["output"], *_items(fields.get("input"))]}
+
+        def join() -> bytes:
+            before, last = parse_json(head.body), json.decode(response or b"{}")
+            if last.get("status") not in ("completed", "incomplete"):
+                message = f"{param}: that response has ended as {last.get('status')!r}; name one that is complete"
+                raise ApiError("invalid_value", message, param=param, status=400)
+            items = [*_items(before.get("input")), *last["output"], *_items(fields.get("input"))]
+            return json.encode({**fields, "input": items})
+
+        return await self._services.thread_pool.run(num_bytes + len(head.body) + len(response), join, tenant)
 
     def _head(
         self,
@@ -135,14 +160,23 @@ class KeptEndpoint(Responder):
         return Head(name, self._path, body, tenant, now, b"", seed, background, left, session, by_id)
 
     async def _kept(
-        self, head: Head, fields: Mapping[str, Any], behind: int | None, state: Mapping[str, Any], answer: Answer
+        self,
+        head: Head,
+        fields: Mapping[str, Any],
+        behind: int | None,
+        state: Mapping[str, Any],
+        answer: Answer,
+        complete: Callable[[], Awaitable[bytes]] | None,
     ) -> None:
-        """Give out an answer that is kept, from its beginning or behind an event."""
+        """Give out an answer that is kept, from its beginning or behind an event.
+
+        complete: returns the body by which it is begun where it is not the client's.
+        """
         if self._store is None:
             raise RuntimeError("nothing is kept here")
         exchange, log = state["exchange"], state[ANSWER_LOG]
         streams = fields.get("stream") is True
-        async with self._store.joined(head, state["visit"], log.facts) as (_, view):
+        async with self._store.joined(head, state["visit"], log.facts, complete) as (_, view):
             _show(view, exchange, log)
             if streams:
                 give: Give = partial(send_events, behind=-1 if behind is None else behind)
@@ -211,6 +245,16 @@ async def _give_elsewhere(store: ResponseStore, head: Head, give: Give, answer: 
         if moved is None:
             return
         give = moved
+    raise _lost()
+
+
+async def _whole_response(store: ResponseStore, name: str, tenant: str) -> tuple[Head, bytes]:
+    """Return what was asked and the body of a response once it has ended, wherever it is made. Raises `ApiError`."""
+    for _ in range(MOST_MOVES + 1):
+        async with store.found(name, tenant) as (head, view):
+            await view.whole()
+            if not view.lost:
+                return head, view.response
     raise _lost()
 
 
@@ -293,7 +337,7 @@ def _last_event(headers: Headers) -> int | None:
 def _behind(query: ResponseQuery, last: int | None) -> int:
     """Return the number of the event that a client has last, -1 = none.
 
-    last: of its `Last-Event-ID`, the later word: a client that reconnects by itself repeats the URL that it began with.
+    last: of its `Last-Event-ID`, the later word: a client that reconnects by itself repeats its first URL.
     """
     if last is None:
         return -1 if query.starting_after is None else query.starting_after

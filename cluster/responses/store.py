@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import structs
 from starlette.types import ASGIApp, Message
 
 from cluster.admission.tenants import Tenancy, Visit
@@ -87,16 +88,23 @@ class ResponseStore:
 
     @asynccontextmanager
     async def joined(
-        self, head: Head, visit: Visit, facts: AnswerFacts | None = None
+        self,
+        head: Head,
+        visit: Visit,
+        facts: AnswerFacts | None = None,
+        complete: Callable[[], Awaitable[bytes]] | None = None,
     ) -> AsyncIterator[tuple[Head, AnswerView]]:
         """Find the answer of this name, or begin it: then the visit is closed when it has ended.
 
         Yields once the request was accepted or refused. One that ended with an error which another try may spare is
-        gone on with. facts: of an answer that another router has begun. Raises `ApiError`: 429 where there is no
+        gone on with. facts: of an answer that another router has begun. complete: returns the body of one that is
+        begun, None = that of the head. Raises `ApiError`: that of `complete`, 429 where there is no
         room, 400 (`idempotency_key_reused`) where the answer is to another body.
         """
         name, tenant = head.name, head.tenant
         record = None if self._own(name, tenant) else await self._seen(name, tenant)
+        if complete is not None and record is None and self._own(name, tenant) is None:
+            head = structs.replace(head, body=await complete())
         one = self._own(name, tenant)  # another request may have begun it meanwhile
         former = record if one is None else one.record
         if former is not None and former.head.asked != head.asked:

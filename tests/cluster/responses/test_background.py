@@ -329,3 +329,25 @@ async def test_a_conversation_cannot_go_on_from_what_is_not_there_or_failed(mode
         answer = await client.post("/v1/responses", json=body | {"previous_response_id": name})
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "previous_response_id"
+
+
+async def test_a_conversation_goes_on_whatever_way_its_fields_are_written(model):
+    source = saying(model, "one")
+    async with client_for(app_for(source, model)) as client:
+        first = (await client.post("/v1/responses", json={"model": MODEL, "input": "a", "store": True})).json()
+        body = json.dumps({"model": MODEL, "input": "b", "previous_response_id": first["id"]})
+        for name in ("previous_response_id", "previous\\u005fresponse_id", "\\u0070revious_response_id"):
+            written = body.replace("previous_response_id", name)
+            answer = await client.post("/v1/responses", content=written, headers={"content-type": "application/json"})
+            assert answer.status_code == 200, answer.text
+    assert len({tuple(one.prompt_token_ids) for one in source.requests[1:]}) == 1
+
+
+async def test_it_waits_for_the_previous_response_no_longer_than_its_deadline(model):
+    source = saying(model, "one", hold=2)
+    async with client_for(app_for(source, model)) as client:
+        name = (await client.post("/v1/responses", json=asked())).json()["id"]
+        body = {"model": MODEL, "input": "more", "previous_response_id": name}
+        answer = await client.post("/v1/responses", json=body, headers={"x-request-timeout-seconds": "0.05"})
+        assert answer.status_code == 504
+        assert answer.json()["error"]["code"] == "deadline_exceeded"

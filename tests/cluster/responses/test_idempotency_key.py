@@ -169,3 +169,17 @@ async def test_a_client_of_events_misses_nothing_of_an_answer_that_failed_for_no
         whole = (await client.post(path, json=PATHS[path], headers=KEY)).text
     had = first[: first.rindex("id: ")] + "id: " + first.rpartition("id: ")[2].partition("\n\n")[0] + "\n\n"
     assert had + rest == whole
+
+
+async def test_a_stream_is_gone_on_with_when_its_previous_response_is_gone(model):
+    source = saying(model, "hello world")
+    async with client_for(app_for(source, model)) as client:
+        previous = (await client.post("/v1/responses", json=REPLY | {"stream": False, "store": True})).json()["id"]
+        body = REPLY | {"previous_response_id": previous}
+        whole = (await client.post("/v1/responses", json=body, headers=KEY)).text
+        assert (await client.delete(f"/v1/responses/{previous}")).status_code == 200
+        rest = await client.post("/v1/responses", json=body, headers=KEY | {"last-event-id": "3"})
+        assert rest.text == after(whole, 3)
+        other = await client.post("/v1/responses", json=body, headers={"idempotency-key": "two"})
+        assert other.status_code == 404
+    assert len(source.requests) == 2
