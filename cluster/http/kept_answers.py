@@ -36,8 +36,8 @@ from engine.errors import InvalidRequestError
 KEY_HEADER, LAST_HEADER = "idempotency-key", "last-event-id"
 LONGEST_KEY = 255
 MOST_MOVES = 3  # routers that may take an answer over while a client waits for it
-PREFIXES = {"/v1/responses": "resp_", "/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
-RESPONSES = "/v1/responses"
+RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
+PREFIXES = {RESPONSES: "resp_", CHAT: "chatcmpl-", "/v1/completions": "cmpl-"}
 # Gives out a view; returns what is left to be done with that of another router.
 Give = Callable[[AnswerView, Answer], Awaitable["Give | None"]]
 # A body without a match asks for nothing to be kept; names may be written with escapes of their letters.
@@ -226,6 +226,26 @@ class KeptResponseEndpoint(Responder):
             head, moved = found, await give(view, answer)
         if moved is not None:
             await _give_elsewhere(store, head, moved, answer)
+
+
+class KeptChatEndpoint(Responder):
+    """`DELETE /v1/chat/completions/{completion_id}`: ends one that a key keeps, and forgets it."""
+
+    def __init__(self, store: ResponseStore | None) -> None:
+        self._store = store
+
+    async def _respond(self, scope: Scope, receive: Receive, answer: Answer) -> None:
+        name, tenant = scope["path_params"]["completion_id"], scope["state"]["tenant"].name
+        if self._store is None or not name.startswith(PREFIXES[CHAT]) or len(name) > 100:
+            message = f"no chat completion {name[:100]!r} is kept here: only those with an Idempotency-Key are"
+            raise ApiError("not_found", message, param="completion_id")
+        try:
+            await self._store.delete(name, tenant)
+        except ApiError as error:
+            error.param = "completion_id" if error.param else None
+            raise
+        body = {"object": "chat.completion.deleted", "id": name, "deleted": True}
+        await answer.json(200, json.encode(body))
 
 
 def _show(view: AnswerView, exchange: dict[str, str], log: AnswerLog) -> None:

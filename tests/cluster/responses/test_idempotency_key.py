@@ -183,3 +183,29 @@ async def test_a_stream_is_gone_on_with_when_its_previous_response_is_gone(model
         other = await client.post("/v1/responses", json=body, headers={"idempotency-key": "two"})
         assert other.status_code == 404
     assert len(source.requests) == 2
+
+
+async def test_a_chat_that_nobody_wants_any_more_is_ended_and_its_key_free(model):
+    source = saying(model, "hello world", hold=3)
+    async with client_for(app_for(source, model)) as client:
+        reading = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT, headers=KEY))
+        while not source.requests:
+            await asyncio.sleep(0)
+        name = source.requests[0].request_id
+        gone = await client.delete(f"/v1/chat/completions/{name}")
+        assert gone.json() == {"object": "chat.completion.deleted", "id": name, "deleted": True}
+        await reading
+        assert source.closed == [name]
+        again = await client.delete(f"/v1/chat/completions/{name}")
+        assert again.status_code == 404
+        assert again.json()["error"]["param"] == "completion_id"
+        source.go.set()
+        assert (await client.post("/v1/chat/completions", json=CHAT, headers=KEY)).text.endswith("[DONE]\n\n")
+
+
+@pytest.mark.parametrize("name", ["chatcmpl-1", "resp_1", "x" * 200])
+async def test_a_chat_that_is_not_kept_is_not_found(model, name):
+    async with client_for(app_for(saying(model, "hello"), model)) as client:
+        answer = await client.delete(f"/v1/chat/completions/{name}")
+        assert answer.status_code == 404
+        assert answer.json()["error"]["param"] == "completion_id"
