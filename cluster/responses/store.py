@@ -30,6 +30,7 @@ from cluster.token_source import CallContext
 MOST_BYTES = 512 << 20  # of all answers that one router keeps
 MOST_OF_ONE = 64 << 20
 SWEEP = 1.0  # seconds between two looks at whose time has come
+NOTE_EVERY = 0.05  # seconds between two looks at what has come of an answer that runs
 log = logging.getLogger(__name__)
 
 
@@ -226,20 +227,33 @@ class ResponseStore:
 
         async def send(message: Message) -> None:
             await view.send(message)
-            if self._take_notes(one) and not one.gone:
-                self._copies.put(one.record)
-            if not one.gone and not self._fits(one):
-                log.error("answer %s takes more than may be kept: it is ended", head.name)
-                self._drop(one)
-                self._copies.forget(head.name, head.tenant)
+            self._note(one)
 
+        noting = self._spawn(self._note_steadily(one))
         try:
             await self._endpoints[head.path](view.scope(tenant=visit.tenant, visit=visit), view.receive(), send)
         except asyncio.CancelledError:
             one.gone |= not one.kept.cancelled  # this router stops: the copies are for another
         finally:
+            noting.cancel()
             self._ended(one, view)
             await visit.close()
+
+    async def _note_steadily(self, one: Owned) -> None:
+        """Keep what is new of an answer of which nothing is sent for long, such as one that is no stream."""
+        while not one.gone:
+            await asyncio.sleep(NOTE_EVERY)
+            self._note(one)
+
+    def _note(self, one: Owned) -> None:
+        """Have what is new of an answer kept and copied; end it where it takes too much."""
+        if self._take_notes(one) and not one.gone:
+            self._copies.put(one.record)
+        if not one.gone and not self._fits(one):
+            head = one.record.head
+            log.error("answer %s takes more than may be kept: it is ended", head.name)
+            self._drop(one)
+            self._copies.forget(head.name, head.tenant)
 
     def _ended(self, one: Owned, view: AnswerView) -> None:
         self._take_notes(one)

@@ -5,7 +5,9 @@ import json
 
 import pytest
 
+from cluster.answer_log import AnswerLog
 from cluster.errors import ApiError
+from cluster.responses.copies import NoCopies
 from tests.cluster.ingress.test_answers_made_again import GoingOn
 from tests.openai_app import MODEL, app_for, client_for, saying, served_model
 
@@ -209,3 +211,21 @@ async def test_a_chat_that_is_not_kept_is_not_found(model, name):
         answer = await client.delete(f"/v1/chat/completions/{name}")
         assert answer.status_code == 404
         assert answer.json()["error"]["param"] == "completion_id"
+
+
+class Noted(NoCopies):
+    """Knows what there is of an answer that could be copied."""
+
+    def put(self, record):
+        self.tokens = sum(len(chunk.token_ids) for _, chunk in AnswerLog(record.notes).past)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_tokens_of_a_whole_answer_are_copied_before_it_is_whole(model, path):
+    source, copies = saying(model, "hello world", hold=3), Noted()
+    async with client_for(app_for(source, model, copies=copies)) as client:
+        waiting = asyncio.create_task(client.post(path, json=PATHS[path] | {"stream": False}, headers=KEY))
+        while not source.requests or copies.tokens < 3:
+            await asyncio.sleep(0.001)
+        source.go.set()
+        assert (await waiting).status_code == 200
