@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec import Struct, msgpack
 
+from cluster.errors import ApiError
 from cluster.token_source import TokenChunk, do_nothing
 from engine.report import TokenLogprob
 
@@ -67,7 +68,8 @@ class Kept:
     request_id: what it goes by. seed: of one whose client gave none; None = random. background: its client waits for
     no token. coming: what another router has of it behind `AnswerLog.past`, instead of computing it; None = computes
     it. completed_at: when it was complete, where that is known (seconds since 1970). cancelled: it ends because its
-    client wants it no more. on_begun: called when the request was accepted.
+    client wants it no more. on_begun: called when the request was accepted. error: what ended it,
+    where that is known.
     """
 
     request_id: str
@@ -77,6 +79,7 @@ class Kept:
     completed_at: int | None = None
     cancelled: bool = False
     on_begun: Callable[[], None] = do_nothing
+    error: ApiError | None = None
 
 
 class AnswerLog:

@@ -34,7 +34,7 @@ from cluster.http.endpoints import (
     tokenize,
 )
 from cluster.http.gate import Gate
-from cluster.http.kept_answers import KeptEndpoint, KeptResponseEndpoint
+from cluster.http.kept_answers import KeptChatEndpoint, KeptEndpoint, KeptResponseEndpoint
 from cluster.http.openapi import openapi
 from cluster.http.sites import Sites
 from cluster.http.storage import FileThreads, Stored
@@ -136,6 +136,7 @@ def _endpoint_routes(services: Services, kept: ResponseStore | None) -> list[Rou
     one = "/v1/responses/{response_id}"
     return [
         *[Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()],
+        Route("/v1/chat/completions/{completion_id}", KeptChatEndpoint(kept), methods=["DELETE"]),
         Route(one, KeptResponseEndpoint(kept), methods=["GET", "DELETE"]),
         Route(f"{one}/cancel", KeptResponseEndpoint(kept, cancels=True), methods=["POST"]),
     ]

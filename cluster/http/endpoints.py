@@ -172,7 +172,10 @@ class GenerationEndpoint(Endpoint):
                 else:
                     await answer.json(200, await whole_body(call, generation, deltas, frames))
         except (ApiError, InvalidRequestError) as error:
-            raise call.clients_error(error) from error
+            typed = call.clients_error(error)
+            if incoming.log.kept is not None:
+                incoming.log.kept.error = typed
+            raise typed from error
 
     def _built(self, incoming: Incoming, fields: Mapping[str, Any], model: ServedModel) -> tuple[Call, list[Request]]:
         return incoming.built(self._parse(fields, model))
@@ -247,6 +250,8 @@ class ResponsesEndpoint(Endpoint):
             if not answer.status:  # nothing was sent: the error gets its status
                 raise typed from error
             typed.request_id = call.request_id
+            if kept is not None:
+                kept.error = typed
             writer.fail(typed)
             await answer.end(writer.take())
             return

@@ -7,6 +7,7 @@ Source: OpenAI API reference, "Responses" and its guide of background mode; WHAT
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,6 +19,8 @@ from msgspec import json, structs
 from starlette.datastructures import Headers, QueryParams
 from starlette.types import Receive, Scope, Send
 
+from cluster.admission.deadline import deadline_exceeded
+from cluster.admission.tenants import Visit
 from cluster.answer_log import ANSWER_LOG, AnswerFacts, AnswerLog
 from cluster.client_id import SESSION_HEADER
 from cluster.errors import ApiError
@@ -33,15 +36,12 @@ from engine.errors import InvalidRequestError
 KEY_HEADER, LAST_HEADER = "idempotency-key", "last-event-id"
 LONGEST_KEY = 255
 MOST_MOVES = 3  # routers that may take an answer over while a client waits for it
-PREFIXES = {"/v1/responses": "resp_", "/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"}
-RESPONSES = "/v1/responses"
+RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
+PREFIXES = {RESPONSES: "resp_", CHAT: "chatcmpl-", "/v1/completions": "cmpl-"}
 # Gives out a view; returns what is left to be done with that of another router.
 Give = Callable[[AnswerView, Answer], Awaitable["Give | None"]]
-_OF_KEPT = (
-    b'"background"',
-    b'"store"',
-    b'"previous_response_id"',
-)  # a body without these asks for nothing to be kept
+# A body without a match asks for nothing to be kept; names may be written with escapes of their letters.
+_OF_KEPT = re.compile(rb'"background"|"store"|"previous_response_id"|\\u00[5-7]')
 
 
 class KeptEndpoint(Responder):
@@ -68,48 +68,73 @@ class KeptEndpoint(Responder):
             raise _refused(KEY_HEADER, "needs a server that keeps answers, and its --response-retention is 0")
         visit = state["visit"]
         body = await read_body(scope, receive, self._services.max_body_bytes, visit.deadline)
+        work = self._asked(body, key, behind, headers, state, answer)
+        await until_disconnect(receive, work, answer)
+
+    async def _asked(
+        self,
+        body: bytes,
+        key: str | None,
+        behind: int | None,
+        headers: Headers,
+        state: Mapping[str, Any],
+        answer: Answer,
+    ) -> None:
+        """Answer a body, from what is kept where it asks for that."""
+        visit, log = state["visit"], state[ANSWER_LOG]
         fields = await self._fields(body, key, visit.tenant.name)
-        asked = body
-        if self._path == RESPONSES and isinstance(fields.get("previous_response_id"), str) and "input" in fields:
-            if self._store is None:
-                message = "needs a server that keeps responses, and its --response-retention is 0"
-                raise _refused("previous_response_id", message, "unsupported_value")
-            fields = await self._continued(self._store, fields, visit.tenant.name)
-            body = json.encode(fields)
+        follows = (
+            self._path == RESPONSES and isinstance(fields.get("previous_response_id"), str) and "input" in fields
+        )
+        if follows and self._store is None:
+            message = "needs a server that keeps responses, and its --response-retention is 0"
+            raise _refused("previous_response_id", message, "unsupported_value")
         if self._store is None or not (key or fields.get("store") is True or fields.get("background") is True):
-            work = self._endpoint.take(body, answer, state["exchange"], visit, state[ANSWER_LOG])
-            await until_disconnect(receive, work, answer)
+            if follows and self._store is not None:
+                body = await self._continued(self._store, fields, len(body), visit)
+            await self._endpoint.take(body, answer, state["exchange"], visit, log)
             return
         if fields.get("background") and fields.get("store") is False:
             raise ApiError("unsupported_value", "store must be true with background=true, or left out", param="store")
-        head = self._head(body, key, fields, headers, visit.tenant.name, visit.deadline, state[ANSWER_LOG])
+        head = self._head(body, key, fields, headers, visit.tenant.name, visit.deadline, log)
         if key is not None:
-            head = structs.replace(head, asked=blake2b(asked, digest_size=16).digest())
-        await until_disconnect(receive, self._kept(head, fields, behind, state, answer), answer)
+            head = structs.replace(head, asked=blake2b(body, digest_size=16).digest())
+        complete = partial(self._continued, self._store, fields, len(body), visit) if follows else None
+        await self._kept(head, fields, behind, state, answer, complete)
 
     async def _fields(self, body: bytes, key: str | None, tenant: str) -> Mapping[str, Any]:
         """Return the fields of a body that may ask for something to be kept."""
-        if key is None and not any(name in body for name in _OF_KEPT):
+        if key is None and _OF_KEPT.search(body) is None:
             return {}
         return await self._services.thread_pool.run(len(body), lambda: parse_json(body), tenant)
 
-    async def _continued(self, store: ResponseStore, fields: Mapping[str, Any], tenant: str) -> Mapping[str, Any]:
-        """Return the fields with the input and the output of the previous response before their own input.
+    async def _continued(
+        self, store: ResponseStore, fields: Mapping[str, Any], num_bytes: int, visit: Visit
+    ) -> bytes:
+        """Return the body with the input and the output of the previous response before its own input.
 
-        Raises `ApiError`: 404 where it is not kept, 400 where it has not ended well.
+        num_bytes: of the body. Raises `ApiError`: 404 where that response is not kept, 400 where it has not ended
+        well, 504 where it has not ended within the request's deadline.
         """
-        name, param = fields["previous_response_id"], "previous_response_id"
+        name, param, tenant = fields["previous_response_id"], "previous_response_id", visit.tenant.name
         try:
-            async with store.found(name, tenant) as (head, view):
-                await view.whole()
-                before, last = parse_json(head.body), json.decode(view.response or b"{}")
+            async with asyncio.timeout_at(visit.deadline):
+                head, response = await _whole_response(store, name, tenant)
+        except TimeoutError:
+            raise deadline_exceeded(f"the request's deadline passed before its {param} was complete") from None
         except ApiError as error:
             error.param = param
             raise
-        if last.get("status") not in ("completed", "incomplete"):
-            message = f"{param}: that response has ended as {last.get('status')!r}; name one that is complete"
-            raise ApiError("invalid_value", message, param=param, status=400)
-        return {**fields, "input": [*_items(before.get("input")), *last["output"], *_items(fields.get("input"))]}
+
+        def join() -> bytes:
+            before, last = parse_json(head.body), json.decode(response or b"{}")
+            if last.get("status") not in ("completed", "incomplete"):
+                message = f"{param}: that response has ended as {last.get('status')!r}; name one that is complete"
+                raise ApiError("invalid_value", message, param=param, status=400)
+            items = [*_items(before.get("input")), *last["output"], *_items(fields.get("input"))]
+            return json.encode({**fields, "input": items})
+
+        return await self._services.thread_pool.run(num_bytes + len(head.body) + len(response), join, tenant)
 
     def _head(
         self,
@@ -131,20 +156,27 @@ class KeptEndpoint(Responder):
         left = None if deadline is None else now + deadline - asyncio.get_running_loop().time()
         background = self._path == RESPONSES and fields.get("background") is True
         session = headers.get(SESSION_HEADER, "")
-        return Head(name, self._path, body, tenant, now, b"", seed, background, left, session)
+        by_id = fields.get("store") is not False
+        return Head(name, self._path, body, tenant, now, b"", seed, background, left, session, by_id)
 
     async def _kept(
-        self, head: Head, fields: Mapping[str, Any], behind: int | None, state: Mapping[str, Any], answer: Answer
+        self,
+        head: Head,
+        fields: Mapping[str, Any],
+        behind: int | None,
+        state: Mapping[str, Any],
+        answer: Answer,
+        complete: Callable[[], Awaitable[bytes]] | None,
     ) -> None:
-        """Give out an answer that is kept, from its beginning or behind an event."""
+        """Give out an answer that is kept, from its beginning or behind an event.
+
+        complete: returns the body by which it is begun where it is not the client's.
+        """
         if self._store is None:
             raise RuntimeError("nothing is kept here")
         exchange, log = state["exchange"], state[ANSWER_LOG]
         streams = fields.get("stream") is True
-        async with self._store.joined(head, state["visit"], log.facts) as (found, view):
-            if found.asked != head.asked:
-                message = "was sent with another body before; send the same body, or another key"
-                raise _refused(KEY_HEADER, message, "idempotency_key_reused")
+        async with self._store.joined(head, state["visit"], log.facts, complete) as (_, view):
             _show(view, exchange, log)
             if streams:
                 give: Give = partial(send_events, behind=-1 if behind is None else behind)
@@ -175,12 +207,13 @@ class KeptResponseEndpoint(Responder):
             raise ApiError("not_found", message, param="response_id")
         if not name.startswith(PREFIXES[RESPONSES]) or len(name) > 100:
             raise ApiError("not_found", f"{name[:100]!r} is no id of a response: they begin with resp_")
+        query = _query(scope) if scope["method"] == "GET" else ResponseQuery()
+        behind = _behind(query, _last_event(Headers(scope=scope)))
         if scope["method"] == "DELETE":
             await store.delete(name, tenant)
             body = {"id": name, "object": "response", "deleted": True}
             await answer.json(200, json.encode(body))
             return
-        query = ResponseQuery() if self._cancels else _query(scope)
         if self._cancels:
             await store.cancel(name, tenant)
         async with store.found(name, tenant) as (found, view):
@@ -189,10 +222,30 @@ class KeptResponseEndpoint(Responder):
             _show(view, state["exchange"], state[ANSWER_LOG])
             give: Give = partial(send_response, wait=False)
             if query.stream:
-                give = partial(send_events, behind=-1 if query.starting_after is None else query.starting_after)
+                give = partial(send_events, behind=behind)
             head, moved = found, await give(view, answer)
         if moved is not None:
             await _give_elsewhere(store, head, moved, answer)
+
+
+class KeptChatEndpoint(Responder):
+    """`DELETE /v1/chat/completions/{completion_id}`: ends one that a key keeps, and forgets it."""
+
+    def __init__(self, store: ResponseStore | None) -> None:
+        self._store = store
+
+    async def _respond(self, scope: Scope, receive: Receive, answer: Answer) -> None:
+        name, tenant = scope["path_params"]["completion_id"], scope["state"]["tenant"].name
+        if self._store is None or not name.startswith(PREFIXES[CHAT]) or len(name) > 100:
+            message = f"no chat completion {name[:100]!r} is kept here: only those with an Idempotency-Key are"
+            raise ApiError("not_found", message, param="completion_id")
+        try:
+            await self._store.delete(name, tenant)
+        except ApiError as error:
+            error.param = "completion_id" if error.param else None
+            raise
+        body = {"object": "chat.completion.deleted", "id": name, "deleted": True}
+        await answer.json(200, json.encode(body))
 
 
 def _show(view: AnswerView, exchange: dict[str, str], log: AnswerLog) -> None:
@@ -207,11 +260,21 @@ def _show(view: AnswerView, exchange: dict[str, str], log: AnswerLog) -> None:
 async def _give_elsewhere(store: ResponseStore, head: Head, give: Give, answer: Answer) -> None:
     """Go on giving out an answer that another router has taken over. Raises `ApiError`."""
     for _ in range(MOST_MOVES):
-        async with store.found(head.name, head.tenant) as (_, view):
+        async with store.found(head.name, head.tenant, by_id=False) as (_, view):
             moved = await give(view, answer)
         if moved is None:
             return
         give = moved
+    raise _lost()
+
+
+async def _whole_response(store: ResponseStore, name: str, tenant: str) -> tuple[Head, bytes]:
+    """Return what was asked and the body of a response once it has ended, wherever it is made. Raises `ApiError`."""
+    for _ in range(MOST_MOVES + 1):
+        async with store.found(name, tenant) as (head, view):
+            await view.whole()
+            if not view.lost:
+                return head, view.response
     raise _lost()
 
 
@@ -226,9 +289,9 @@ async def send_events(view: AnswerView, answer: Answer, behind: int) -> Give | N
         return await send_whole(view, answer)
     await answer.events(b"")
     held = list[bytes]()
-    async for number, event in view.after(behind):
+    async for number in view.after(behind):
         behind = number
-        held.append(b"id: %d\n%s" % (number, event))
+        held.append(view.numbered(number))
         if number + 1 == len(view.events) or len(held) >= 64:
             await answer.events(b"".join(held))
             held.clear()
@@ -289,6 +352,21 @@ def _last_event(headers: Headers) -> int | None:
     if not (found.isdecimal() and found.isascii() and len(found) < 10):
         raise _refused(LAST_HEADER, "must be the id of the last event that came, a number such as 12")
     return int(found)
+
+
+def _behind(query: ResponseQuery, last: int | None) -> int:
+    """Return the number of the event that a client has last, -1 = none.
+
+    last: of its `Last-Event-ID`, the later word: a client that reconnects by itself repeats its first URL.
+    """
+    if last is None:
+        return -1 if query.starting_after is None else query.starting_after
+    if not query.stream:
+        raise _refused(LAST_HEADER, "is taken with stream=true")
+    if query.starting_after is not None and last < query.starting_after:
+        message = f"must not be below starting_after, which is {query.starting_after}; leave one of them out"
+        raise _refused(LAST_HEADER, message)
+    return last
 
 
 def _query(scope: Scope) -> ResponseQuery:

@@ -173,6 +173,12 @@ OPERATIONS: Sequence[Operation] = (
         streams=True,
     ),
     Operation(
+        "/v1/chat/completions/{completion_id}",
+        "End a chat completion that an Idempotency-Key keeps, and forget it.",
+        _object(object={"const": "chat.completion.deleted"}, id=_STRING, deleted={"const": True}),
+        verb="delete",
+    ),
+    Operation(
         "/v1/responses/{response_id}", "Fetch a response that is kept.", _KEPT, query=ResponseQuery, streams=True
     ),
     Operation("/v1/responses/{response_id}/cancel", "End a response that runs.", _KEPT, verb="post"),

@@ -70,14 +70,22 @@ def drain(name: str, deadline: float, address: str | None = None) -> list[str]:
     """
     if not 0 <= deadline <= MOST_SECONDS:
         raise DrainError(f"deadline must lie between 0 and {MOST_SECONDS} seconds, not {deadline:g}", "deadline")
+    drained: list[str] = []
     try:
         client = _client(address)
-        meant = _meant(name, _alive(client))
-        for node in meant:
+        for node in _meant(name, _alive(client)):
             _drain(client, node, deadline)
+            drained.append(node.node_id)
+    except NotDrainedError as error:
+        raise NotDrainedError(f"{error}{_already(drained)}") from error
     except FAILURES as error:
-        raise NotDrainedError(f"Ray's control store does not answer: {str(error) or type(error).__name__}") from error
-    return [node.node_id for node in meant]
+        told = str(error) or type(error).__name__
+        raise NotDrainedError(f"Ray's control store does not answer: {told}{_already(drained)}") from error
+    return drained
+
+
+def _already(drained: Collection[str]) -> str:
+    return f"; already drained: {', '.join(drained)}" if drained else ""
 
 
 def _meant(name: str, nodes: Collection[Node]) -> list[Node]:

@@ -16,7 +16,7 @@ class Head(Struct, frozen=True, array_like=True):
     name: the id that the answer bears. path and body: what was asked. tenant: whose it is. asked: digest of what the
     client sent under its key, b"" without one. seed: of an answer whose client gave none; None = random. background:
     its client does not wait. deadline and created: seconds since 1970; None = it takes as long as it takes. session:
-    as `CallContext.session_id`.
+    as `CallContext.session_id`. by_id: whether its client may fetch it by its name, and not by its key alone.
     """
 
     name: str
@@ -29,22 +29,28 @@ class Head(Struct, frozen=True, array_like=True):
     background: bool = False
     deadline: float | None = None
     session: str = ""
+    by_id: bool = True
 
 
 class End(Struct, frozen=True, array_like=True):
-    """How an answer ended. at: seconds since 1970. code: of its error, "" = it is whole."""
+    """How an answer ended. at: seconds since 1970. code: of its error, "" = it is whole.
+
+    status, retryable: of the error; 0 and None = those of its code.
+    """
 
     at: int
     code: str = ""
     message: str = ""
     param: str | None = None
     status: int = 0
+    retryable: bool | None = None
 
     def error(self) -> ApiError | None:
         """Return the error that ended it."""
         if not self.code:
             return None
-        return ApiError(self.code, self.message, param=self.param, status=self.status or None)
+        status = self.status or None
+        return ApiError(self.code, self.message, param=self.param, status=status, retryable=self.retryable)
 
 
 _encode = msgpack.Encoder().encode

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import structs
 from starlette.types import ASGIApp, Message
 
 from cluster.admission.tenants import Tenancy, Visit
@@ -29,6 +30,7 @@ from cluster.token_source import CallContext
 MOST_BYTES = 512 << 20  # of all answers that one router keeps
 MOST_OF_ONE = 64 << 20
 SWEEP = 1.0  # seconds between two looks at whose time has come
+NOTE_EVERY = 0.05  # seconds between two looks at what has come of an answer that runs
 log = logging.getLogger(__name__)
 
 
@@ -87,32 +89,42 @@ class ResponseStore:
 
     @asynccontextmanager
     async def joined(
-        self, head: Head, visit: Visit, facts: AnswerFacts | None = None
+        self,
+        head: Head,
+        visit: Visit,
+        facts: AnswerFacts | None = None,
+        complete: Callable[[], Awaitable[bytes]] | None = None,
     ) -> AsyncIterator[tuple[Head, AnswerView]]:
         """Find the answer of this name, or begin it: then the visit is closed when it has ended.
 
         Yields once the request was accepted or refused. One that ended with an error which another try may spare is
-        gone on with. facts: of an answer that another router has begun. Raises `ApiError` where there is no room.
+        gone on with. facts: of an answer that another router has begun. complete: returns the body of one that is
+        begun, None = that of the head. Raises `ApiError`: that of `complete`, 429 where there is no
+        room, 400 (`idempotency_key_reused`) where the answer is to another body.
         """
         name, tenant = head.name, head.tenant
         record = None if self._own(name, tenant) else await self._seen(name, tenant)
+        if complete is not None and record is None and self._own(name, tenant) is None:
+            head = structs.replace(head, body=await complete())
         one = self._own(name, tenant)  # another request may have begun it meanwhile
-        if one is None and record is not None and not _may_go_on(record):
-            async with self._shown(record) as view:
-                yield record.head, view
+        former = record if one is None else one.record
+        if former is not None and former.head.asked != head.asked:
+            raise key_reused()
+        if former is not None and not _may_go_on(former):
+            async with self._shown(former, None if one is None else one.view) as view:
+                yield former.head, view
             return
-        if one is not None and not _may_go_on(one.record):
-            async with self._shown(one.record, one.view) as view:
-                yield one.record.head, view
-            return
-        yield head, await self._begin(head, visit, facts, record if one is None else one.record)
+        yield head if former is None else former.head, await self._begin(head, visit, facts, former)
 
     @asynccontextmanager
-    async def found(self, name: str, tenant: str) -> AsyncIterator[tuple[Head, AnswerView]]:
-        """Find an answer of a tenant's, here or elsewhere, and its frames. Raises `ApiError` (404)."""
+    async def found(self, name: str, tenant: str, by_id: bool = True) -> AsyncIterator[tuple[Head, AnswerView]]:
+        """Find an answer of a tenant's, here or elsewhere, and its frames. Raises `ApiError` (404).
+
+        by_id: whether its client names it; then one that is kept for its key alone is not found.
+        """
         one = self._own(name, tenant)
         record = await self._copies.fetch(name, tenant) if one is None else one.record
-        if record is None:
+        if record is None or (by_id and not record.head.by_id):
             raise not_kept(name, self.retention)
         async with self._shown(record, None if one is None else one.view) as view:
             yield record.head, view
@@ -131,7 +143,13 @@ class ResponseStore:
             await asyncio.gather(task, return_exceptions=True)
 
     async def cancel(self, name: str, tenant: str) -> None:
-        """End an answer, wherever it is made; one that has ended stays as it is. Raises `ApiError` (404)."""
+        """End a background answer, wherever it is made; one that has ended stays as it is.
+
+        Raises `ApiError`: 404 where there is none, 400 where its client waits for it.
+        """
+        if not (await self._head_by_id(name, tenant)).background:
+            message = f"response_id: {name[:100]!r} was not begun with background=true; delete it to end it"
+            raise ApiError("invalid_value", message, param="response_id", status=400)
         one = await self._taken(name, tenant)
         if one.view is not None:
             while not (one.view.begun or one.view.over):
@@ -141,12 +159,18 @@ class ResponseStore:
 
     async def delete(self, name: str, tenant: str) -> None:
         """Keep an answer no more; one that runs is ended. Raises `ApiError` (404)."""
-        one = self._own(name, tenant)
-        if one is None and await self._copies.fetch(name, tenant) is None:
-            raise not_kept(name, self.retention)
-        if one is not None:
+        await self._head_by_id(name, tenant)
+        if (one := self._own(name, tenant)) is not None:
             self._drop(one)
         self._copies.forget(name, tenant)
+
+    async def _head_by_id(self, name: str, tenant: str) -> Head:
+        """Return the head of an answer that its client names. Raises `ApiError` (404)."""
+        one = self._own(name, tenant)
+        record = await self._copies.fetch(name, tenant) if one is None else one.record
+        if record is None or not record.head.by_id:
+            raise not_kept(name, self.retention)
+        return record.head
 
     def close(self) -> None:
         """End all that runs; the copies stay for another router."""
@@ -203,20 +227,33 @@ class ResponseStore:
 
         async def send(message: Message) -> None:
             await view.send(message)
-            if self._take_notes(one) and not one.gone:
-                self._copies.put(one.record)
-            if not one.gone and not self._fits(one):
-                log.error("answer %s takes more than may be kept: it is ended", head.name)
-                self._drop(one)
-                self._copies.forget(head.name, head.tenant)
+            self._note(one)
 
+        noting = self._spawn(self._note_steadily(one))
         try:
             await self._endpoints[head.path](view.scope(tenant=visit.tenant, visit=visit), view.receive(), send)
         except asyncio.CancelledError:
             one.gone |= not one.kept.cancelled  # this router stops: the copies are for another
         finally:
+            noting.cancel()
             self._ended(one, view)
             await visit.close()
+
+    async def _note_steadily(self, one: Owned) -> None:
+        """Keep what is new of an answer of which nothing is sent for long, such as one that is no stream."""
+        while not one.gone:
+            await asyncio.sleep(NOTE_EVERY)
+            self._note(one)
+
+    def _note(self, one: Owned) -> None:
+        """Have what is new of an answer kept and copied; end it where it takes too much."""
+        if self._take_notes(one) and not one.gone:
+            self._copies.put(one.record)
+        if not one.gone and not self._fits(one):
+            head = one.record.head
+            log.error("answer %s takes more than may be kept: it is ended", head.name)
+            self._drop(one)
+            self._copies.forget(head.name, head.tenant)
 
     def _ended(self, one: Owned, view: AnswerView) -> None:
         self._take_notes(one)
@@ -382,6 +419,12 @@ def _may_go_on(record: Record) -> bool:
     """Whether an answer ended with an error that another try may spare."""
     error = None if record.end is None else record.end.error()
     return error is not None and error.retryable
+
+
+def key_reused() -> ApiError:
+    """Return the error of a key that came with another body before."""
+    message = "Idempotency-Key was sent with another body before; send the same body, or another key"
+    return ApiError("idempotency_key_reused", message, param="Idempotency-Key", status=400)
 
 
 def not_kept(name: str, retention: float) -> ApiError:

@@ -20,6 +20,8 @@ _STATES = tuple(  # events that hold the whole body
     f"event: response.{state}\n".encode()
     for state in ("created", "queued", "in_progress", "completed", "incomplete", "failed", "cancelled")
 )
+_ERRORS = (b'data: {"error":', b"event: error\n")
+_FAILED = b"event: response.failed\n"
 OF_FRAME = 40  # bytes that a kept one takes beside its content
 
 
@@ -51,6 +53,7 @@ class AnswerView:
         self.over = self.lost = self.begun = False
         self.size = 0
         self.exchange = {"id": head.name, "client_id": "", "tenant": head.tenant}
+        self._fails_at: int | None = None  # number of the first event of an error that another try may spare
         self._head = head
         self._left = b""
         self._changed = asyncio.Event()
@@ -120,20 +123,32 @@ class AnswerView:
         while not self.over:
             await self.changed()
 
-    async def after(self, number: int) -> AsyncIterator[tuple[int, bytes]]:
-        """Yield the numbers of events, the first is 0, and the events behind `number` as they come."""
+    async def after(self, number: int) -> AsyncIterator[int]:
+        """Yield the numbers of events behind `number`, the first is 0, as they come."""
         at = number + 1
         while True:
             while at < len(self.events):
-                yield at, self.events[at]
+                yield at
                 at += 1
             if self.over:
                 return
             await self.changed()
 
+    def numbered(self, number: int) -> bytes:
+        """Return an event with its number as `id`.
+
+        An error that another try may spare has none: the answer that goes on has other events under its numbers.
+        """
+        event = self.events[number]
+        passes = self._fails_at is not None and number >= self._fails_at
+        return event if passes else b"id: %d\n%s" % (number, event)
+
     def end(self, at: int) -> End:
         """Return how it ended, as its last event says. at: seconds since 1970."""
         if self.events and (error := _told(self.events[-1]).error) is not None:
+            known = None if self.log.kept is None else self.log.kept.error
+            if known is not None and known.code == error.get("code"):
+                return End(at, known.code, known.message, known.param, known.status, known.retryable)
             return End(at, str(error.get("code")), str(error.get("message")), error.get("param"))
         if self.events and self.events[-1].startswith(_CANCELLED):
             return End(at, CANCELLED)
@@ -144,6 +159,9 @@ class AnswerView:
         self.size += len(frame) + OF_FRAME
         if frame.startswith(_STATES):
             self.response = bytes(_told(frame).response)
+        elif frame.startswith(_ERRORS) and (_told(frame).error or {}).get("retryable") is True:
+            last = len(self.events) - 1
+            self._fails_at = last - 1 if last and self.events[last - 1].startswith(_FAILED) else last
 
 
 def _told(frame: bytes) -> _Event:

@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
@@ -99,8 +99,11 @@ class IncidentLog:
 
 def _make_room(folder: Path) -> None:
     """Delete the oldest files where there are too many."""
-    found = sorted(folder.glob(f"{PREFIX}*{SUFFIX}*"), key=lambda path: path.stat().st_mtime)
-    for path in found[: max(0, len(found) - MOST_FILES + 1)]:
+    found: list[tuple[float, Path]] = []
+    for path in folder.glob(f"{PREFIX}*{SUFFIX}*"):
+        with suppress(FileNotFoundError):  # another router has moved or deleted it
+            found.append((path.stat().st_mtime, path))
+    for _, path in sorted(found)[: max(0, len(found) - MOST_FILES + 1)]:
         path.unlink(missing_ok=True)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TextIO
+from urllib.parse import quote
 
 import httpx
 from rich.console import Console
@@ -52,7 +53,8 @@ class ChatOptions:
 class ChatAnswer:
     """One finished answer. seconds: from the first token to the last.
 
-    last_id: of the last event, None from a server that numbers none. lost: its connection is, for now.
+    name: the id that the server gave it. last_id: of the last event, None from a server that numbers none. lost: its
+    connection is, for now.
     """
 
     text: str = ""
@@ -60,6 +62,7 @@ class ChatAnswer:
     seconds: float = 0.0
     first_token: float = 0.0
     finish_reason: str | None = None
+    name: str | None = None
     last_id: str | None = None
     lost: bool = False
 
@@ -127,6 +130,7 @@ class Chat:
             self._stream(answer)
         except KeyboardInterrupt:
             self._console.print()
+            self._end(answer)
             self._dim("stopped")
         except (ChatError, httpx.HTTPError) as error:
             self._console.print(f"\nError: {error or type(error).__name__}", style="red", markup=False)
@@ -159,6 +163,18 @@ class Chat:
         self._console.print()
         self._dim(answer.speed)
 
+    def _end(self, answer: ChatAnswer) -> None:
+        """Have the server end an answer that it makes whether or not somebody reads it."""
+        if answer.last_id is None or answer.name is None:  # it numbers no events: it keeps nothing
+            return
+        try:
+            response = self._client.delete(f"/v1/chat/completions/{quote(answer.name, safe='')}", timeout=5.0)
+        except (httpx.HTTPError, KeyboardInterrupt) as error:
+            self._dim(f"the server may go on with it: {error or type(error).__name__}")
+            return
+        if response.status_code not in (200, 404):
+            self._dim(f"the server may go on with it: {_refusal(response)}")
+
     def _receive(self, body: dict[str, Any], headers: dict[str, str], answer: ChatAnswer, began: float) -> None:
         """Take an answer, or the rest of one, to the end of its stream. Raises `BrokenOffError`, `ChatError`."""
         with self._client.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response:
@@ -174,13 +190,14 @@ class Chat:
                 if answer.lost:
                     self._dim("[reconnected: the answer goes on]")
                     answer.lost = False
-                self._take_event(event, answer, time.perf_counter() - began)
-                answer.last_id = number
+                answer.name = answer.name or event.get("id")
+                self._take_event(event, answer, time.perf_counter() - began, number)
 
-    def _take_event(self, event: dict[str, Any], answer: ChatAnswer, elapsed: float) -> None:
+    def _take_event(self, event: dict[str, Any], answer: ChatAnswer, elapsed: float, number: str | None) -> None:
         if "error" in event:
             failure = BrokenOffError if event["error"].get("code") == "router_lost" else ChatError
             raise failure(str(event["error"].get("message", event["error"])))
+        answer.last_id = number
         usage = event.get("usage")
         if usage:
             answer.tokens = int(usage["completion_tokens"])

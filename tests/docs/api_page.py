@@ -80,8 +80,8 @@ _HEAD = """\
   (403 `forbidden_origin`), refuses foreign names in `Host` (403 `forbidden_host`), and requires a `Content-Type`
   with every body ([tenants.md](../guides/tenants.md#without-keys)).
 - `finish_reason` is `stop`, `length` or `tool_calls`.
-- `Idempotency-Key` and `Last-Event-ID` on chat completions, completions and responses, `DELETE /v1/responses/ID` and
-  `POST /v1/responses/ID/cancel`: [reconnecting.md](../guides/reconnecting.md).
+- `Idempotency-Key` and `Last-Event-ID` on chat completions, completions and responses, `DELETE /v1/responses/ID`,
+  `DELETE /v1/chat/completions/ID` and `POST /v1/responses/ID/cancel`: [reconnecting.md](../guides/reconnecting.md).
 - `/v1/files` and `/v1/batches` need `--batch-dir` ([batch.md](../guides/batch.md#on-a-server)). Without fields are
   `GET` and `DELETE /v1/files/ID`, `GET /v1/files/ID/content`, `GET /v1/batches/ID`, `POST /v1/batches/ID/cancel`.
 """

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from cluster.admission.key_file import parse_keys
 from cluster.admission.keys import FixedKeys, KeyRing
 from cluster.admission.tenants import Tenancy
+from cluster.lifecycle import node_drains
 from cluster.lifecycle.node_drains import DrainError, NotDrainedError
 from tests.fake_source import FakeSource
 from tests.openai_app import app_for, client_for, served_model
@@ -92,3 +95,36 @@ async def test_without_keys_nobody_does(ray, tmp_path):
     assert answer.status_code == 403
     assert "--api-key" in answer.json()["error"]["message"]
     assert not ray.asked
+
+
+class Nodes:
+    """Ray's control store with two nodes at one address. The second one's drain does not succeed."""
+
+    def __init__(self, failure: Exception | None) -> None:
+        self._failure = failure
+
+    def get_all_node_info(self, timeout: float) -> dict[bytes, SimpleNamespace]:
+        node = SimpleNamespace(
+            node_manager_address="10.0.0.7",
+            node_manager_hostname="host",
+            node_name="",
+            is_head_node=False,
+            state="alive",
+            ALIVE="alive",
+        )
+        return {b"\x01": node, b"\x02": node}
+
+    def drain_node(self, node_id: str, *_: object, timeout: float) -> tuple[bool, str]:
+        if node_id == "02" and self._failure is not None:
+            raise self._failure
+        return node_id != "02", "it is busy"
+
+
+@pytest.mark.parametrize("failure", [None, RuntimeError("timed out")])
+async def test_where_some_nodes_are_drained_and_others_not_it_says_which(tmp_path, monkeypatch, failure):
+    monkeypatch.setattr(node_drains, "_client", lambda _: Nodes(failure))
+    tenancy = Tenancy(FixedKeys(KeyRing(parse_keys(KEYS, "keys.yaml"))))
+    app = app_for(FakeSource(lambda *_: [1]), served_model(tmp_path), tenancy=tenancy, drain=node_drains.drain)
+    answer = await client_for(app).post("/drain", json={"node": "10.0.0.7"}, headers=ADMIN)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"].endswith("already drained: 01")

@@ -31,14 +31,17 @@ def app(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def there(app):
-    """Ids that paths and bodies can name: of a file, of a batch that needs it, and of a response."""
+    """Ids that paths and bodies can name: of a file, of a batch that needs it, of a response and of a chat."""
 
     async def make():
         async with client_for(app) as client:
             file = (await client.post("/v1/files", content=upload_form(), headers=FORM)).json()["id"]
             made = await client.post("/v1/batches", json=BATCH | {"input_file_id": file})
-            kept = await client.post("/v1/responses", json=PLAIN["/v1/responses"] | {"store": True})
-            return {"file": file, "batch": made.json()["id"], "response": kept.json()["id"]}
+            kept = (await client.post("/v1/responses", json=PLAIN["/v1/responses"] | {"background": True})).json()
+            await client.get(f"/v1/responses/{kept['id']}?stream=true")  # to its end
+            path = "/v1/chat/completions"
+            chat = (await client.post(path, json=PLAIN[path], headers={"idempotency-key": "one"})).json()
+            return {"file": file, "batch": made.json()["id"], "response": kept["id"], "chat": chat["id"]}
 
     return asyncio.run(make())
 
@@ -98,6 +101,8 @@ def given_what_is_there(case, there):
         case.path_parameters = {"id": there["file" if "files" in case.path else "batch"]}
     if "response_id" in (case.path_parameters or {}):
         case.path_parameters = {"response_id": there["response"]}
+    if "completion_id" in (case.path_parameters or {}):
+        case.path_parameters = {"completion_id": there["chat"]}
     if case.path == "/v1/batches" and isinstance(case.body, dict):
         case.body = dict(case.body) | BATCH | {"input_file_id": there["file"], "metadata": None}
         case.body.pop("output_expires_after", None)

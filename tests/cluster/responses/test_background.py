@@ -10,6 +10,7 @@ from openai.types.responses import Response
 
 from cluster.admission.keys import FixedKeys, KeyEntry, KeyRing, Tenant, hash_key
 from cluster.admission.tenants import Tenancy
+from cluster.errors import ApiError
 from tests.openai_app import MODEL, app_for, client_for, saying, served_model, serving
 
 
@@ -71,6 +72,24 @@ async def test_a_stream_is_gone_on_with_behind_any_event(model):
     assert len(source.requests) == 1
 
 
+async def test_a_client_that_reconnects_by_itself_says_the_last_event_in_a_header(model):
+    async with client_for(app_for(saying(model, "hello 🙂 world"), model)) as client:
+        whole = events((await client.post("/v1/responses", json=asked(stream=True))).text)
+        path = f"/v1/responses/{whole[0]['response']['id']}"
+        for query in ({"stream": "true"}, {"stream": "true", "starting_after": 2}):
+            rest = await client.get(path, params=query, headers={"last-event-id": "5"})
+            assert events(rest.text) == whole[6:]
+
+
+@pytest.mark.parametrize("query", ["stream=true&starting_after=9", "stream=false", ""])
+async def test_a_last_event_that_contradicts_the_query_is_refused_by_name(model, query):
+    async with client_for(app_for(saying(model, "hello"), model)) as client:
+        name = (await client.post("/v1/responses", json=asked())).json()["id"]
+        answer = await client.get(f"/v1/responses/{name}?{query}", headers={"last-event-id": "5"})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "Last-Event-ID"
+
+
 async def test_the_openai_client_goes_on_behind_the_event_that_it_had(model):
     source = saying(model, "hello world", hold=4)
     async with (
@@ -109,6 +128,30 @@ async def test_it_is_cancelled(model):
         stream = await client.responses.retrieve(begun.id, stream=True)
         assert [event.type async for event in stream][-1] == "response.cancelled"
     assert source.closed == [begun.id]
+
+
+async def test_one_whose_client_waits_is_not_cancelled(model):
+    source = saying(model, "hello world", hold=3)
+    async with client_for(app_for(source, model)) as client:
+        body = {"model": MODEL, "input": "hi", "store": True}
+        waiting = asyncio.create_task(client.post("/v1/responses", json=body))
+        while not source.requests:
+            await asyncio.sleep(0)
+        refused = await client.post(f"/v1/responses/{source.requests[0].request_id}/cancel")
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "response_id"
+        source.go.set()
+        assert (await waiting).json()["status"] == "completed"
+
+
+@pytest.mark.parametrize("retryable", [True, False])
+async def test_a_waiting_client_gets_the_error_that_ended_it(model, retryable):
+    failure = ApiError("of_its_own", "it broke", param="input", status=507, retryable=retryable)
+    async with client_for(app_for(saying(model, "hello world", hold=3, error=failure), model)) as client:
+        answer = await client.post("/v1/responses", json={"model": MODEL, "input": "hi", "store": True})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["message"]) == (507, "of_its_own", "it broke")
+    assert error["retryable"] is retryable
 
 
 async def test_one_that_is_complete_stays_so_when_it_is_cancelled(model):
@@ -163,6 +206,20 @@ async def test_what_is_not_stored_is_not_found(model):
         answer = await client.get(f"/v1/responses/{first['id']}")
         assert answer.status_code == 404
         assert "--response-retention" in answer.json()["error"]["message"]
+
+
+async def test_one_that_is_kept_for_its_key_alone_is_not_found(model):
+    source = saying(model, "hello")
+    async with client_for(app_for(source, model)) as client:
+        body, key = {"model": MODEL, "input": "hi", "store": False}, {"idempotency-key": "one"}
+        first = (await client.post("/v1/responses", json=body, headers=key)).json()
+        path = f"/v1/responses/{first['id']}"
+        for again in (client.get(path), client.delete(path), client.post(f"{path}/cancel")):
+            assert (await again).status_code == 404
+        more = {"model": MODEL, "input": "more", "previous_response_id": first["id"]}
+        assert (await client.post("/v1/responses", json=more)).status_code == 404
+        assert (await client.post("/v1/responses", json=body, headers=key)).json() == first
+    assert len(source.requests) == 1
 
 
 async def test_a_failure_is_fetched_as_one(model):
@@ -272,3 +329,25 @@ async def test_a_conversation_cannot_go_on_from_what_is_not_there_or_failed(mode
         answer = await client.post("/v1/responses", json=body | {"previous_response_id": name})
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "previous_response_id"
+
+
+async def test_a_conversation_goes_on_whatever_way_its_fields_are_written(model):
+    source = saying(model, "one")
+    async with client_for(app_for(source, model)) as client:
+        first = (await client.post("/v1/responses", json={"model": MODEL, "input": "a", "store": True})).json()
+        body = json.dumps({"model": MODEL, "input": "b", "previous_response_id": first["id"]})
+        for name in ("previous_response_id", "previous\\u005fresponse_id", "\\u0070revious_response_id"):
+            written = body.replace("previous_response_id", name)
+            answer = await client.post("/v1/responses", content=written, headers={"content-type": "application/json"})
+            assert answer.status_code == 200, answer.text
+    assert len({tuple(one.prompt_token_ids) for one in source.requests[1:]}) == 1
+
+
+async def test_it_waits_for_the_previous_response_no_longer_than_its_deadline(model):
+    source = saying(model, "one", hold=2)
+    async with client_for(app_for(source, model)) as client:
+        name = (await client.post("/v1/responses", json=asked())).json()["id"]
+        body = {"model": MODEL, "input": "more", "previous_response_id": name}
+        answer = await client.post("/v1/responses", json=body, headers={"x-request-timeout-seconds": "0.05"})
+        assert answer.status_code == 504
+        assert answer.json()["error"]["code"] == "deadline_exceeded"

@@ -20,6 +20,7 @@ class Server(ThreadingHTTPServer):
         self.keys = []
         self.status = 200
         self.sent = []
+        self.deleted = []
         self.numbered = False
         self.cuts = []  # events after which the next connections are cut
         self.models = ["demo"]
@@ -53,6 +54,10 @@ class Handler(BaseHTTPRequestHandler):
         self._send(
             200, "".join(f"data: {json.dumps(event)}\n\n" for event in self.server.events) + "data: [DONE]\n\n"
         )
+
+    def do_DELETE(self):
+        self.server.deleted.append(self.path)
+        self._send(200, "{}")
 
     def _send_numbered(self):
         """Send the events behind the last one that the client has, and cut the connection where that is planned."""
@@ -158,6 +163,23 @@ def test_an_answer_goes_on_behind_what_came_when_its_connection_is_lost(server, 
     keys, behind = zip(*server.sent, strict=True)
     assert len(set(keys)) == 1 and keys[0]
     assert behind == (None, "1", "1", "3")
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_an_answer_that_is_stopped_is_ended_where_the_server_keeps_it(server, monkeypatch, numbered):
+    server.numbered = numbered
+    server.events = [{"id": "chatcmpl-7", **event} for event in server.events]
+    chat = Chat(ChatOptions(f"http://127.0.0.1:{server.server_port}"), Console(file=io.StringIO()))
+    take = Chat._take_event
+
+    def stop(self, event, answer, *rest):
+        take(self, event, answer, *rest)
+        if answer.text:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Chat, "_take_event", stop)
+    assert chat.run(io.StringIO("hi\n"))
+    assert server.deleted == (["/v1/chat/completions/chatcmpl-7"] if numbered else [])
 
 
 def test_an_error_inside_the_stream_is_shown(server):

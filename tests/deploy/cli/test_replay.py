@@ -124,3 +124,10 @@ def test_what_is_no_record_is_told(tmp_path: Path) -> None:
         read([other])
     with pytest.raises(ConfigError, match="give files that --record-incidents has written"):
         read([])
+
+
+def test_a_file_that_another_router_deletes_meanwhile_is_no_hindrance(tmp_path, monkeypatch):
+    found = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda folder, name: [*found(folder, name), folder / "incident-gone.jsonl"])
+    IncidentLog(str(tmp_path), "router", lambda: 0.0).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["incident-router.jsonl"]
