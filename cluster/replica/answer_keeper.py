@@ -140,7 +140,9 @@ class AnswerKeeper:
             size += len(note)
         more = asked.known + len(notes) < len(copy.notes)
         head, end = b"" if asked.known else copy.head, b"" if more else copy.end
-        session.send(Fetched(asked.ticket, asked.name, copy.epoch, head, tuple(notes), end, more))
+        owned = copy.session is not None
+        said = Fetched(asked.ticket, asked.name, copy.epoch, head, tuple(notes), end, more, copy.owner, owned)
+        session.send(said)
 
     def _tell(self, name: str, copy: _Copy) -> None:
         """Answer all who wait for news of an answer."""
@@ -149,7 +151,13 @@ class AnswerKeeper:
 
     def _forget(self, session: RouterSession, said: Forget) -> None:
         copy = self._copies.get(said.name)
-        if copy is not None and copy.tenant == said.tenant:
+        if copy is None or copy.tenant != said.tenant:
+            return
+        if said.epoch is not None:
+            said_of = said.epoch, said.owner or session.link.router_id
+            if copy.session in (None, session) and (copy.epoch, copy.owner) == said_of:
+                self._drop(said.name)
+        else:
             self._forgotten[said.name] = _digest(copy.head)
             while len(self._forgotten) > MOST_FORGOTTEN:
                 self._forgotten.popitem(last=False)

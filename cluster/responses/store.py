@@ -291,14 +291,14 @@ class ResponseStore:
             self._spawn(self._adopt_orphan(name)).add_done_callback(lambda _: self._adopting.discard(name))
 
     async def _adopt_orphan(self, name: str) -> None:
-        record = await self._seen(name, None)
+        record = await self._copies.orphan(name)
         if record is not None and name not in self._owned and self._bytes + record.size <= self._most_bytes:
             log.info("answer %s: its router is lost, this one goes on with it", name)
             await self._adopt(record)
 
     async def _adopt(self, record: Record) -> Owned:
         """Make a record this router's own: go on with the answer, or keep it if it has ended."""
-        record.epoch += 1
+        record.epoch, record.owner = record.epoch + 1, ""
         head, kept = record.head, self._kept(record.head)
         one = Owned(record, kept)
         if record.end is not None:

@@ -38,6 +38,15 @@ class _Copied:
     ended: set[ReplicaHandle] = field(default_factory=set)
 
 
+@dataclass(slots=True, frozen=True, eq=False)
+class _Found:
+    """What a replica has. owned: it is linked to the router that made it."""
+
+    replica: ReplicaHandle
+    record: Record
+    owned: bool
+
+
 class AnswerCopies:
     """Implements `cluster.responses.copies.Copies`. Used on one event loop.
 
@@ -83,11 +92,27 @@ class AnswerCopies:
 
     async def fetch(self, name: str, tenant: str | None) -> Record | None:
         """See `Copies.fetch`. All replicas are asked: one may have fallen behind whose router could not reach it."""
-        answers = await asyncio.gather(*[self._fetch_from(one, name, tenant) for one in self._linked()])
-        if not any(heard for heard, _ in answers):
+        heard, found = await self._found(name, tenant)
+        if not heard:
             raise ApiError("no_replica", "no replica can be asked for what is kept of it; ask again")
-        found = [one for _, one in answers if one is not None]
-        return max(found, key=lambda one: (one.epoch, one.end is not None, len(one.notes)), default=None)
+        return _latest(found)
+
+    async def orphan(self, name: str) -> Record | None:
+        """See `Copies.orphan`."""
+        _, found = await self._found(name, None)
+        latest = _latest(found)
+        if latest is None or not any(one.owned for one in found if one.record.version == latest.version):
+            return latest
+        for one in found:
+            if one.record.version < latest.version:
+                old = one.record
+                self._send(one.replica, Forget(name, old.head.tenant, old.epoch, old.owner))
+        return None
+
+    async def _found(self, name: str, tenant: str | None) -> tuple[bool, list[_Found]]:
+        """Return whether a replica answers, and what they have."""
+        answers = await asyncio.gather(*[self._fetch_from(one, name, tenant) for one in self._linked()])
+        return any(heard for heard, _ in answers), [one for _, one in answers if one is not None]
 
     async def news(self, record: Record, known: int, wait: float) -> Record | None:
         """See `Copies.news`. The first replica that has some is believed."""
@@ -109,7 +134,8 @@ class AnswerCopies:
 
     def forget(self, name: str, tenant: str) -> None:
         """See `Copies.forget`."""
-        self.drop(name)
+        self._records.pop(name, None)
+        self._dirty.discard(name)
         for replica in self._linked():
             self._send(replica, Forget(name, tenant))
 
@@ -126,7 +152,12 @@ class AnswerCopies:
                 if answer is not None and not answer.done():
                     answer.set_result(message)
             case Orphaned(name=name):
-                self._orphaned(name)
+                if (copied := self._records.get(name)) is None:
+                    self._orphaned(name)
+                else:  # the link of this router to it was another one when it got its copy
+                    copied.homes[replica] = -1
+                    copied.ended.discard(replica)
+                    self._copy(copied)
             case Superseded(name=name, epoch=epoch):
                 self._superseded(name, epoch)
 
@@ -135,7 +166,7 @@ class AnswerCopies:
         if self._timer is not None:
             self._timer.cancel()
 
-    async def _fetch_from(self, replica: ReplicaHandle, name: str, tenant: str | None) -> tuple[bool, Record | None]:
+    async def _fetch_from(self, replica: ReplicaHandle, name: str, tenant: str | None) -> tuple[bool, _Found | None]:
         """Return whether a replica answers, and what it has."""
         notes: list[bytes] = []
         head = None
@@ -152,7 +183,8 @@ class AnswerCopies:
                 return True, None
             notes += found.notes
             if not found.more:
-                return True, Record(head, notes, end, found.epoch)
+                record = Record(head, notes, end, found.epoch, owner=found.owner)
+                return True, _Found(replica, record, found.owned)
 
     async def _ask(
         self, replica: ReplicaHandle, name: str, tenant: str | None, known: int, wait: float
@@ -243,6 +275,12 @@ class AnswerCopies:
                 copied.ended.add(home)
             if last:
                 return
+
+
+def _latest(found: list[_Found]) -> Record | None:
+    """Return what counts of all that was found."""
+    records = [one.record for one in found]
+    return max(records, key=lambda one: (one.version, one.end is not None, len(one.notes)), default=None)
 
 
 def _rank(name: str, replica: ReplicaHandle) -> bytes:

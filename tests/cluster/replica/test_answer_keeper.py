@@ -56,8 +56,8 @@ async def test_notes_said_twice_count_once() -> None:
     lab.keep(one, notes=(b"a", b"b"))
     lab.keep(one, head=b"", first=1, notes=(b"b", b"c"))
     lab.keep(one, head=b"", first=9, notes=(b"z",))  # what came between is missing: it is not taken in
-    assert lab.fetch(two) == Fetched(7, "resp_1", 0, b"head", (b"a", b"b", b"c"))
-    assert lab.fetch(two, known=2) == Fetched(7, "resp_1", 0, b"", (b"c",))
+    assert lab.fetch(two) == Fetched(7, "resp_1", 0, b"head", (b"a", b"b", b"c"), owner="one", owned=True)
+    assert lab.fetch(two, known=2) == Fetched(7, "resp_1", 0, b"", (b"c",), owner="one", owned=True)
 
 
 async def test_who_waits_is_answered_with_the_next_note() -> None:
@@ -67,7 +67,7 @@ async def test_who_waits_is_answered_with_the_next_note() -> None:
     lab.keeper.take(two, Fetch(8, "resp_1", "ann", known=1, wait=60.0))  # type: ignore[arg-type]
     assert not two.told
     lab.keep(one, head=b"", first=1, notes=(b"b",), end=b"end")
-    assert two.told == [Fetched(8, "resp_1", 0, b"", (b"b",), b"end")]
+    assert two.told == [Fetched(8, "resp_1", 0, b"", (b"b",), b"end", owner="one", owned=True)]
 
 
 async def test_other_tenants_find_nothing() -> None:
