@@ -33,7 +33,8 @@ class Copies(Protocol):
     async def news(self, record: Record, known: int, wait: float) -> Record | None:
         """Return what is kept of the same answer behind its first `known` notes, None where nobody has it.
 
-        What is of another `version` is no older one, and all of it is to be fetched. wait: seconds to wait for news where there are none.
+        What is of another `version` is no older one, and all of it is to be fetched. wait: seconds to wait for news
+        where there are none.
         """
         ...
 

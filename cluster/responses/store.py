@@ -144,6 +144,7 @@ class ResponseStore:
         one = self._own(name, tenant)
         if one is None and await self._copies.fetch(name, tenant) is None:
             raise not_kept(name, self.retention)
+        one = self._own(name, tenant)  # an orphan may have been taken over meanwhile
         if one is not None:
             self._drop(one)
         self._copies.forget(name, tenant)
@@ -195,6 +196,7 @@ class ResponseStore:
         one.kept.on_begun = accept
         self._owned[one.record.head.name] = one
         one.task = self._spawn(self._make(one, view, visit))
+        one.task.add_done_callback(lambda _: self._never_begun(one, view, visit))
         self._sweep_later()
         return view
 
@@ -217,6 +219,13 @@ class ResponseStore:
         finally:
             self._ended(one, view)
             await visit.close()
+
+    def _never_begun(self, one: Owned, view: AnswerView, visit: Visit) -> None:
+        """End an answer whose task was cancelled before its first step."""
+        if not view.over:
+            one.gone = True
+            self._ended(one, view)
+            self._spawn(visit.close())
 
     def _ended(self, one: Owned, view: AnswerView) -> None:
         self._take_notes(one)
@@ -275,7 +284,7 @@ class ResponseStore:
         record = await self._copies.fetch(name, tenant)
         if record is None:
             raise not_kept(name, self.retention)
-        return await self._adopt(record)
+        return self._own(name, tenant) or await self._adopt(record)  # another taker may have it by now
 
     async def _seen(self, name: str, tenant: str | None) -> Record | None:
         """Return what others have of an answer, None also where nobody can be asked."""
@@ -292,12 +301,17 @@ class ResponseStore:
 
     async def _adopt_orphan(self, name: str) -> None:
         record = await self._copies.orphan(name)
-        if record is not None and name not in self._owned and self._bytes + record.size <= self._most_bytes:
+        if name in self._owned:
+            return
+        if record is not None and self._bytes + record.size <= self._most_bytes:
             log.info("answer %s: its router is lost, this one goes on with it", name)
             await self._adopt(record)
 
     async def _adopt(self, record: Record) -> Owned:
-        """Make a record this router's own: go on with the answer, or keep it if it has ended."""
+        """Make a record this router's own: go on with the answer, or keep it if it has ended.
+
+        Returns what another taker has made of it meanwhile, where one has.
+        """
         record.epoch, record.owner = record.epoch + 1, ""
         head, kept = record.head, self._kept(record.head)
         one = Owned(record, kept)
@@ -313,6 +327,9 @@ class ResponseStore:
         left = None if head.deadline is None else loop.time() + head.deadline - self._clock()
         tenant = self._tenancy.holder(head.tenant)
         visit = await self._tenancy.visit(tenant, left, context, answer_log.facts is not None)
+        if (present := self._own(head.name, head.tenant)) is not None:
+            await visit.close()
+            return present
         self._run(one, answer_log, visit)
         return one
 
