@@ -92,9 +92,10 @@ class AnswerCopies:
 
     async def fetch(self, name: str, tenant: str | None) -> Record | None:
         """See `Copies.fetch`. All replicas are asked: one may have fallen behind whose router could not reach it."""
-        heard, found = await self._found(name, tenant)
-        if not heard:
-            raise ApiError("no_replica", "no replica can be asked for what is kept of it; ask again")
+        all_heard, found = await self._found(name, tenant)
+        if not (found or all_heard):
+            message = "not every replica could be asked for what is kept of it; ask again"
+            raise ApiError("no_replica", message, retry_after=1)
         return _latest(found)
 
     async def orphan(self, name: str) -> Record | None:
@@ -110,9 +111,12 @@ class AnswerCopies:
         return None
 
     async def _found(self, name: str, tenant: str | None) -> tuple[bool, list[_Found]]:
-        """Return whether a replica answers, and what they have."""
-        answers = await asyncio.gather(*[self._fetch_from(one, name, tenant) for one in self._linked()])
-        return any(heard for heard, _ in answers), [one for _, one in answers if one is not None]
+        """Return whether all replicas have answered, and what they have."""
+        asked = self._linked()
+        answers = await asyncio.gather(*[self._fetch_from(one, name, tenant) for one in asked])
+        whole = bool(asked) and all(model.has_all_links for model in self._models)
+        all_heard = whole and all(heard for heard, _ in answers)
+        return all_heard, [one for _, one in answers if one is not None]
 
     async def news(self, record: Record, known: int, wait: float) -> Record | None:
         """See `Copies.news`. The first replica that has some is believed."""
@@ -123,10 +127,13 @@ class AnswerCopies:
             for ask in asyncio.as_completed(asks):
                 found = await ask
                 if found is not None and found.name:
-                    news = Record(head, list(found.notes), unpack_end(found.end), found.epoch)
-                    if news.notes or news.end is not None or news.epoch > record.epoch:
+                    news = Record(head, list(found.notes), unpack_end(found.end), found.epoch, owner=found.owner)
+                    if news.version > record.version:
                         return news
-                    none = news
+                    if news.version == record.version:  # else it is of an earlier router
+                        if news.notes or news.end is not None:
+                            return news
+                        none = news
             return none
         finally:
             for one in asks:
@@ -169,12 +176,17 @@ class AnswerCopies:
     async def _fetch_from(self, replica: ReplicaHandle, name: str, tenant: str | None) -> tuple[bool, _Found | None]:
         """Return whether a replica answers, and what it has."""
         notes: list[bytes] = []
-        head = None
+        head, version = None, (-1, "")
         while True:
             async with self._fetches.setdefault(replica, asyncio.Semaphore(FETCHES)):
                 found = await self._ask(replica, name, tenant, len(notes), 0.0)
             if found is None or not found.name:
                 return found is not None, None
+            if (found.epoch, found.owner) != version:  # what it had is not kept any more: from the first note on
+                version, head = (found.epoch, found.owner), None
+                if notes:
+                    notes = []
+                    continue
             try:
                 head = head or unpack_head(found.head)
                 end = unpack_end(found.end)
