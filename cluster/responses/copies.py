@@ -43,7 +43,7 @@ class Copies(Protocol):
         ...
 
     def drop(self, name: str) -> None:
-        """Look after the copies of a record no more; they go when their time has come."""
+        """Look after the copies of a record no more: those of one that runs go, others when their time has come."""
         ...
 
     def listen(self, orphaned: Callable[[str], None], superseded: Callable[[str, int], None]) -> None:

@@ -145,9 +145,9 @@ class ResponseStore:
         if one is None and await self._copies.fetch(name, tenant) is None:
             raise not_kept(name, self.retention)
         one = self._own(name, tenant)  # an orphan may have been taken over meanwhile
+        self._copies.forget(name, tenant)
         if one is not None:
             self._drop(one)
-        self._copies.forget(name, tenant)
 
     def close(self) -> None:
         """End all that runs; the copies stay for another router."""
@@ -209,8 +209,8 @@ class ResponseStore:
                 self._copies.put(one.record)
             if not one.gone and not self._fits(one):
                 log.error("answer %s takes more than may be kept: it is ended", head.name)
-                self._drop(one)
                 self._copies.forget(head.name, head.tenant)
+                self._drop(one)
 
         try:
             await self._endpoints[head.path](view.scope(tenant=visit.tenant, visit=visit), view.receive(), send)
@@ -237,9 +237,9 @@ class ResponseStore:
                 self._owned[head.name] = self._owned.pop(head.name)  # it ended last
                 self._copies.put(one.record)
         elif not one.gone:
-            self._drop(one)
             if view.begun:
                 self._copies.forget(head.name, head.tenant)
+            self._drop(one)
         view.finish(lost=one.gone and view.status in (0, 200))
 
     def _stop(self, one: Owned) -> None:

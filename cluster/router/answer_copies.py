@@ -31,11 +31,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Copied:
-    """One record. homes: notes that each replica has, by its link. ended: the end was told there."""
+    """One record. homes: notes that each replica has, by its link. ended: the end was told there.
+
+    full: replicas that had no room for it.
+    """
 
     record: Record
     homes: dict[ReplicaHandle, int] = field(default_factory=dict)
     ended: set[ReplicaHandle] = field(default_factory=set)
+    full: set[ReplicaHandle] = field(default_factory=set)
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -148,8 +152,11 @@ class AnswerCopies:
 
     def drop(self, name: str) -> None:
         """See `Copies.drop`."""
-        self._records.pop(name, None)
+        copied = self._records.pop(name, None)
         self._dirty.discard(name)
+        if copied is not None and copied.record.end is None:
+            for home in copied.homes:
+                self._send(home, Forget(name, copied.record.head.tenant, copied.record.epoch))
 
     def _on_message(self, replica: ReplicaHandle, message: Fetched | Orphaned | Superseded) -> None:
         """Take in what a replica says of copies; an answer that comes too late is dropped."""
@@ -165,6 +172,12 @@ class AnswerCopies:
                     copied.homes[replica] = -1
                     copied.ended.discard(replica)
                     self._copy(copied)
+            case Superseded(name=name, full=True):
+                if (copied := self._records.get(name)) is not None:
+                    copied.homes.pop(replica, None)
+                    copied.full.add(replica)
+                    self._dirty.add(name)
+                    self._flush_after(PAUSE)
             case Superseded(name=name, epoch=epoch):
                 self._superseded(name, epoch)
 
@@ -247,11 +260,13 @@ class AnswerCopies:
         record, linked = copied.record, self._linked()
         copied.homes = {home: told for home, told in copied.homes.items() if home in linked}
         copied.ended &= set(copied.homes)
+        copied.full &= set(linked)
         name = record.head.name
         for replica in sorted(linked, key=lambda one: (one.draining, _rank(name, one))):
             if len([home for home in copied.homes if not home.draining]) >= NUM_COPIES:
                 break
-            copied.homes.setdefault(replica, -1)
+            if replica not in copied.full:
+                copied.homes.setdefault(replica, -1)
         for home in list(copied.homes):
             self._tell(copied, home)
 

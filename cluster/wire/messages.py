@@ -411,10 +411,14 @@ class Orphaned(Packed, tag=19, frozen=True):
 
 
 class Superseded(Packed, tag=20, frozen=True):
-    """What this router said of an answer is not kept any more: another one has it, in this epoch, or dropped it."""
+    """What this router said of an answer is not kept any more: another one has it, in this epoch, or dropped it.
+
+    full: neither, but there is no room for it here; it may be kept elsewhere.
+    """
 
     name: Name
     epoch: Count
+    full: bool = False
 
 
 Up = Hello | Submit | Abort | FinishChoice | Ping | Resync | Explain | Keep | Fetch | Forget

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from cluster.responses.record import End, Head, Record, pack_head
 from cluster.router import answer_copies
 from cluster.router.answer_copies import AnswerCopies
 from cluster.token_source import TokenChunk
-from cluster.wire.messages import Fetch, Fetched, Up
+from cluster.wire.messages import Fetch, Fetched, Forget, Superseded, Up
 from tests.cluster.ingress.router_lab import LabRouter, RouterLab
 from tests.cluster.responses.test_router_deaths import begin, client_of
 from tests.simulator.links import connect_local
@@ -32,14 +33,14 @@ async def test_a_router_that_has_not_linked_all_replicas_does_not_say_that_a_res
             await new.start()
             lab.replicas = replicas
             new.dispatcher.ask_for_links(lambda: len(new.dispatcher.linked) == len(replicas))
-            statuses = []
+            statuses, unknown = [], []
             for replica in replicas:
                 new.dispatcher.add_link(await connect_local(replica.serve, new.name))
                 async with client_of(new) as other:
                     statuses.append((await other.get(f"/v1/responses/{name}")).status_code)
-                    unknown = await other.get("/v1/responses/resp_1")
+                    unknown.append((await other.get("/v1/responses/resp_1")).status_code)
             assert set(statuses) <= {200, 503} and statuses[-1] == 200
-            assert unknown.status_code == 404  # all were asked
+            assert unknown == [503, 503, 404]
             await client.delete(f"/v1/responses/{name}")
         await new.kill()
 
@@ -123,3 +124,47 @@ async def test_pages_of_two_logs_are_not_joined(same_epoch):
     found = await AnswerCopies([pages], 60.0).fetch(HEAD.name, "ann")
     assert found is not None
     assert (found.version, found.notes) == (pages.new, [b"a", b"b"])
+
+
+class Keepers:
+    """A dispatcher with some replicas, which remember what they are told."""
+
+    has_all_links = True
+
+    def __init__(self, count: int) -> None:
+        self.linked = [Named(number) for number in range(count)]
+
+    def hold_copies(self, on_message: Any) -> None:
+        self.tell = on_message
+
+    def send(self, replica: Any, said: Up) -> None:
+        replica.told.append(said)
+
+
+class Named:
+    """A replica that a router is linked to."""
+
+    draining = False
+
+    def __init__(self, number: int) -> None:
+        self.replica_id = f"replica-{number}"
+        self.told: list[Up] = []
+
+
+async def test_a_home_without_room_is_replaced_and_the_copies_of_a_dropped_answer_are_taken_back(monkeypatch):
+    monkeypatch.setattr(answer_copies, "PAUSE", 0.0)
+    keepers: Any = Keepers(3)
+    copies = AnswerCopies([keepers], 60.0)
+    copies.put(Record(HEAD, [note_of(0)]))
+    while not (homes := [one for one in keepers.linked if one.told]):
+        await asyncio.sleep(0)
+    (third,) = set(keepers.linked) - set(homes)
+    full, home = homes
+    keepers.tell(full, Superseded(HEAD.name, 0, full=True))
+    while not third.told:
+        await asyncio.sleep(0)
+    assert third.told == home.told
+    copies.drop(HEAD.name)
+    assert [one.told[-1] for one in (home, third)] == [Forget(HEAD.name, HEAD.tenant, 0)] * 2
+    assert len(full.told) == 1
+    copies.close()
