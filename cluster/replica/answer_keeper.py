@@ -12,7 +12,7 @@ from hashlib import blake2b
 from cluster.replica.runs import RouterSession
 from cluster.wire.messages import Fetch, Fetched, Forget, Keep, Orphaned, Superseded
 
-MOST_BYTES = 512 << 20  # of all copies; the oldest that have ended go first
+MOST_BYTES = 512 << 20  # of all copies; the oldest that have ended go first, then what grows is not kept here
 MOST_AT_ONCE = 1 << 20  # bytes of notes in one message
 MOST_FORGOTTEN = 10_000  # names of dropped answers, so that no late word brings them back
 OF_NOTE = 64  # bytes that one takes beside its content
@@ -98,6 +98,7 @@ class AnswerKeeper:
         copy = self._copies.get(said.name)
         if copy is None:
             if not said.head or said.first or not self._has_room(len(said.head)):
+                session.send(Superseded(said.name, said.epoch, full=True))
                 return
             copy = self._copies[said.name] = _Copy(said.tenant, said.head)
             self._count(copy, len(said.head))
@@ -116,6 +117,11 @@ class AnswerKeeper:
             new = said.notes[len(copy.notes) - said.first :]
             self._count(copy, sum([len(note) + OF_NOTE for note in new]))
             copy.notes += new
+            if not self._has_room(0):
+                if said.name in self._copies:
+                    self._drop(said.name)
+                session.send(Superseded(said.name, said.epoch, full=True))
+                return
             if said.end and not copy.end:
                 copy.end, copy.turns = said.end, 0
         copy.retention = said.retention
@@ -140,7 +146,9 @@ class AnswerKeeper:
             size += len(note)
         more = asked.known + len(notes) < len(copy.notes)
         head, end = b"" if asked.known else copy.head, b"" if more else copy.end
-        session.send(Fetched(asked.ticket, asked.name, copy.epoch, head, tuple(notes), end, more))
+        owned = copy.session is not None
+        said = Fetched(asked.ticket, asked.name, copy.epoch, head, tuple(notes), end, more, copy.owner, owned)
+        session.send(said)
 
     def _tell(self, name: str, copy: _Copy) -> None:
         """Answer all who wait for news of an answer."""
@@ -149,7 +157,13 @@ class AnswerKeeper:
 
     def _forget(self, session: RouterSession, said: Forget) -> None:
         copy = self._copies.get(said.name)
-        if copy is not None and copy.tenant == said.tenant:
+        if copy is None or copy.tenant != said.tenant:
+            return
+        if said.epoch is not None:
+            said_of = said.epoch, said.owner or session.link.router_id
+            if copy.session in (None, session) and (copy.epoch, copy.owner) == said_of:
+                self._drop(said.name)
+        else:
             self._forgotten[said.name] = _digest(copy.head)
             while len(self._forgotten) > MOST_FORGOTTEN:
                 self._forgotten.popitem(last=False)
@@ -166,16 +180,16 @@ class AnswerKeeper:
     def _count(self, copy: _Copy, size: int) -> None:
         copy.size += size
         self._bytes += size
-        if self._bytes > self._most_bytes:
-            self._has_room(0)
 
     def _has_room(self, size: int) -> bool:
         """Drop the oldest copies of what has ended until there is room; return whether there is."""
+        if self._bytes + size <= self._most_bytes:
+            return True
         for name, copy in list(self._copies.items()):
-            if self._bytes + size <= self._most_bytes:
-                return True
             if copy.end:
                 self._drop(name)
+            if self._bytes + size <= self._most_bytes:
+                return True
         return self._bytes + size <= self._most_bytes
 
     def _turn_later(self) -> None:

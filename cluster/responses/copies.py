@@ -26,10 +26,15 @@ class Copies(Protocol):
         """
         ...
 
+    async def orphan(self, name: str) -> Record | None:
+        """Return what is kept of an answer that is offered, None where a router has it: other copies are dropped."""
+        ...
+
     async def news(self, record: Record, known: int, wait: float) -> Record | None:
         """Return what is kept of the same answer behind its first `known` notes, None where nobody has it.
 
-        wait: seconds to wait for news where there are none.
+        What is of another `version` is no older one, and all of it is to be fetched. wait: seconds to wait for news
+        where there are none.
         """
         ...
 
@@ -38,7 +43,7 @@ class Copies(Protocol):
         ...
 
     def drop(self, name: str) -> None:
-        """Look after the copies of a record no more; they go when their time has come."""
+        """Look after the copies of a record no more: those of one that runs go, others when their time has come."""
         ...
 
     def listen(self, orphaned: Callable[[str], None], superseded: Callable[[str, int], None]) -> None:
@@ -59,6 +64,10 @@ class NoCopies:
         """Return at once."""
 
     async def fetch(self, name: str, tenant: str | None) -> Record | None:
+        """Know nothing."""
+        return None
+
+    async def orphan(self, name: str) -> Record | None:
         """Know nothing."""
         return None
 

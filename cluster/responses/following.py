@@ -39,15 +39,17 @@ class Following:
         for number, chunk in AnswerLog(record.notes).past:
             had[number, chunk.choice] += len(chunk.token_ids)
             scored[number] += len(chunk.prompt_logprobs)
-        known, epoch, end = len(record.notes), record.epoch, record.end
+        behind, told = had.copy(), scored.copy()  # those in the notes that are known of the log which is read now
+        known, end = len(record.notes), record.end
         if end is None:
             self._on_current()
         while end is None:
             found = await self._copies.news(record, known, PATIENCE)
-            if found is not None and found.epoch != epoch:  # another router counts its notes anew
-                known, epoch = 0, found.epoch
-                record = Record(record.head, epoch=epoch)
+            if found is not None and found.version != record.version:  # another router counts its notes anew
                 found = await self._all()
+                if found is not None:
+                    record = Record(record.head, epoch=found.epoch, owner=found.owner)
+                    known, behind, told = 0, Counter(), Counter()
             if found is None:
                 misses += 1
                 if misses >= MISSES:
@@ -56,8 +58,6 @@ class Following:
                 await asyncio.sleep(PAUSE)
                 continue
             misses, end = 0, found.end
-            behind = had.copy() if known else Counter[tuple[int, int]]()
-            told = scored.copy() if known else Counter[int]()
             for number, chunk in AnswerLog(found.notes).past:
                 key = number, chunk.choice
                 new = _beyond(chunk, had[key] - behind[key], scored[number] - told[number])

@@ -62,7 +62,8 @@ _end = msgpack.Decoder(End).decode
 class Record:
     """All that is kept of one answer. notes: of its `AnswerLog`, in order. end: None while it runs.
 
-    epoch: rises whenever another router goes on with it. size: bytes that it takes. Used on one event loop.
+    epoch: rises whenever another router goes on with it. owner: that made it, "" = this one. size: bytes that it
+    takes. Used on one event loop.
     """
 
     head: Head
@@ -70,9 +71,15 @@ class Record:
     end: End | None = None
     epoch: int = 0
     size: int = 0
+    owner: str = ""
 
     def __post_init__(self) -> None:
         self.size = len(self.head.body) + sum(map(len, self.notes))
+
+    @property
+    def version(self) -> tuple[int, str]:
+        """Which log this is: notes are counted within one. The highest counts."""
+        return self.epoch, self.owner
 
     def add(self, note: bytes) -> None:
         """Keep one more note."""

@@ -160,9 +160,10 @@ class ResponseStore:
     async def delete(self, name: str, tenant: str) -> None:
         """Keep an answer no more; one that runs is ended. Raises `ApiError` (404)."""
         await self._head_by_id(name, tenant)
-        if (one := self._own(name, tenant)) is not None:
-            self._drop(one)
+        one = self._own(name, tenant)  # an orphan may have been taken over meanwhile
         self._copies.forget(name, tenant)
+        if one is not None:
+            self._drop(one)
 
     async def _head_by_id(self, name: str, tenant: str) -> Head:
         """Return the head of an answer that its client names. Raises `ApiError` (404)."""
@@ -219,6 +220,7 @@ class ResponseStore:
         one.kept.on_begun = accept
         self._owned[one.record.head.name] = one
         one.task = self._spawn(self._make(one, view, visit))
+        one.task.add_done_callback(lambda _: self._never_begun(one, view, visit))
         self._sweep_later()
         return view
 
@@ -252,8 +254,15 @@ class ResponseStore:
         if not one.gone and not self._fits(one):
             head = one.record.head
             log.error("answer %s takes more than may be kept: it is ended", head.name)
-            self._drop(one)
             self._copies.forget(head.name, head.tenant)
+            self._drop(one)
+
+    def _never_begun(self, one: Owned, view: AnswerView, visit: Visit) -> None:
+        """End an answer whose task was cancelled before its first step."""
+        if not view.over:
+            one.gone = True
+            self._ended(one, view)
+            self._spawn(visit.close())
 
     def _ended(self, one: Owned, view: AnswerView) -> None:
         self._take_notes(one)
@@ -265,9 +274,9 @@ class ResponseStore:
                 self._owned[head.name] = self._owned.pop(head.name)  # it ended last
                 self._copies.put(one.record)
         elif not one.gone:
-            self._drop(one)
             if view.begun:
                 self._copies.forget(head.name, head.tenant)
+            self._drop(one)
         view.finish(lost=one.gone and view.status in (0, 200))
 
     def _stop(self, one: Owned) -> None:
@@ -312,7 +321,7 @@ class ResponseStore:
         record = await self._copies.fetch(name, tenant)
         if record is None:
             raise not_kept(name, self.retention)
-        return await self._adopt(record)
+        return self._own(name, tenant) or await self._adopt(record)  # another taker may have it by now
 
     async def _seen(self, name: str, tenant: str | None) -> Record | None:
         """Return what others have of an answer, None also where nobody can be asked."""
@@ -328,14 +337,19 @@ class ResponseStore:
             self._spawn(self._adopt_orphan(name)).add_done_callback(lambda _: self._adopting.discard(name))
 
     async def _adopt_orphan(self, name: str) -> None:
-        record = await self._seen(name, None)
-        if record is not None and name not in self._owned and self._bytes + record.size <= self._most_bytes:
+        record = await self._copies.orphan(name)
+        if name in self._owned:
+            return
+        if record is not None and self._bytes + record.size <= self._most_bytes:
             log.info("answer %s: its router is lost, this one goes on with it", name)
             await self._adopt(record)
 
     async def _adopt(self, record: Record) -> Owned:
-        """Make a record this router's own: go on with the answer, or keep it if it has ended."""
-        record.epoch += 1
+        """Make a record this router's own: go on with the answer, or keep it if it has ended.
+
+        Returns what another taker has made of it meanwhile, where one has.
+        """
+        record.epoch, record.owner = record.epoch + 1, ""
         head, kept = record.head, self._kept(record.head)
         one = Owned(record, kept)
         if record.end is not None:
@@ -350,6 +364,9 @@ class ResponseStore:
         left = None if head.deadline is None else loop.time() + head.deadline - self._clock()
         tenant = self._tenancy.holder(head.tenant)
         visit = await self._tenancy.visit(tenant, left, context, answer_log.facts is not None)
+        if (present := self._own(head.name, head.tenant)) is not None:
+            await visit.close()
+            return present
         self._run(one, answer_log, visit)
         return one
 

@@ -31,11 +31,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Copied:
-    """One record. homes: notes that each replica has, by its link. ended: the end was told there."""
+    """One record. homes: notes that each replica has, by its link. ended: the end was told there.
+
+    full: replicas that had no room for it.
+    """
 
     record: Record
     homes: dict[ReplicaHandle, int] = field(default_factory=dict)
     ended: set[ReplicaHandle] = field(default_factory=set)
+    full: set[ReplicaHandle] = field(default_factory=set)
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class _Found:
+    """What a replica has. owned: it is linked to the router that made it."""
+
+    replica: ReplicaHandle
+    record: Record
+    owned: bool
 
 
 class AnswerCopies:
@@ -83,11 +96,31 @@ class AnswerCopies:
 
     async def fetch(self, name: str, tenant: str | None) -> Record | None:
         """See `Copies.fetch`. All replicas are asked: one may have fallen behind whose router could not reach it."""
-        answers = await asyncio.gather(*[self._fetch_from(one, name, tenant) for one in self._linked()])
-        if not any(heard for heard, _ in answers):
-            raise ApiError("no_replica", "no replica can be asked for what is kept of it; ask again")
-        found = [one for _, one in answers if one is not None]
-        return max(found, key=lambda one: (one.epoch, one.end is not None, len(one.notes)), default=None)
+        all_heard, found = await self._found(name, tenant)
+        if not (found or all_heard):
+            message = "not every replica could be asked for what is kept of it; ask again"
+            raise ApiError("no_replica", message, retry_after=1)
+        return _latest(found)
+
+    async def orphan(self, name: str) -> Record | None:
+        """See `Copies.orphan`."""
+        _, found = await self._found(name, None)
+        latest = _latest(found)
+        if latest is None or not any(one.owned for one in found if one.record.version == latest.version):
+            return latest
+        for one in found:
+            if one.record.version < latest.version:
+                old = one.record
+                self._send(one.replica, Forget(name, old.head.tenant, old.epoch, old.owner))
+        return None
+
+    async def _found(self, name: str, tenant: str | None) -> tuple[bool, list[_Found]]:
+        """Return whether all replicas have answered, and what they have."""
+        asked = self._linked()
+        answers = await asyncio.gather(*[self._fetch_from(one, name, tenant) for one in asked])
+        whole = bool(asked) and all(model.has_all_links for model in self._models)
+        all_heard = whole and all(heard for heard, _ in answers)
+        return all_heard, [one for _, one in answers if one is not None]
 
     async def news(self, record: Record, known: int, wait: float) -> Record | None:
         """See `Copies.news`. The first replica that has some is believed."""
@@ -98,10 +131,13 @@ class AnswerCopies:
             for ask in asyncio.as_completed(asks):
                 found = await ask
                 if found is not None and found.name:
-                    news = Record(head, list(found.notes), unpack_end(found.end), found.epoch)
-                    if news.notes or news.end is not None or news.epoch > record.epoch:
+                    news = Record(head, list(found.notes), unpack_end(found.end), found.epoch, owner=found.owner)
+                    if news.version > record.version:
                         return news
-                    none = news
+                    if news.version == record.version:  # else it is of an earlier router
+                        if news.notes or news.end is not None:
+                            return news
+                        none = news
             return none
         finally:
             for one in asks:
@@ -109,14 +145,18 @@ class AnswerCopies:
 
     def forget(self, name: str, tenant: str) -> None:
         """See `Copies.forget`."""
-        self.drop(name)
+        self._records.pop(name, None)
+        self._dirty.discard(name)
         for replica in self._linked():
             self._send(replica, Forget(name, tenant))
 
     def drop(self, name: str) -> None:
         """See `Copies.drop`."""
-        self._records.pop(name, None)
+        copied = self._records.pop(name, None)
         self._dirty.discard(name)
+        if copied is not None and copied.record.end is None:
+            for home in copied.homes:
+                self._send(home, Forget(name, copied.record.head.tenant, copied.record.epoch))
 
     def _on_message(self, replica: ReplicaHandle, message: Fetched | Orphaned | Superseded) -> None:
         """Take in what a replica says of copies; an answer that comes too late is dropped."""
@@ -126,7 +166,18 @@ class AnswerCopies:
                 if answer is not None and not answer.done():
                     answer.set_result(message)
             case Orphaned(name=name):
-                self._orphaned(name)
+                if (copied := self._records.get(name)) is None:
+                    self._orphaned(name)
+                else:  # the link of this router to it was another one when it got its copy
+                    copied.homes[replica] = -1
+                    copied.ended.discard(replica)
+                    self._copy(copied)
+            case Superseded(name=name, full=True):
+                if (copied := self._records.get(name)) is not None:
+                    copied.homes.pop(replica, None)
+                    copied.full.add(replica)
+                    self._dirty.add(name)
+                    self._flush_after(PAUSE)
             case Superseded(name=name, epoch=epoch):
                 self._superseded(name, epoch)
 
@@ -135,15 +186,20 @@ class AnswerCopies:
         if self._timer is not None:
             self._timer.cancel()
 
-    async def _fetch_from(self, replica: ReplicaHandle, name: str, tenant: str | None) -> tuple[bool, Record | None]:
+    async def _fetch_from(self, replica: ReplicaHandle, name: str, tenant: str | None) -> tuple[bool, _Found | None]:
         """Return whether a replica answers, and what it has."""
         notes: list[bytes] = []
-        head = None
+        head, version = None, (-1, "")
         while True:
             async with self._fetches.setdefault(replica, asyncio.Semaphore(FETCHES)):
                 found = await self._ask(replica, name, tenant, len(notes), 0.0)
             if found is None or not found.name:
                 return found is not None, None
+            if (found.epoch, found.owner) != version:  # what it had is not kept any more: from the first note on
+                version, head = (found.epoch, found.owner), None
+                if notes:
+                    notes = []
+                    continue
             try:
                 head = head or unpack_head(found.head)
                 end = unpack_end(found.end)
@@ -152,7 +208,8 @@ class AnswerCopies:
                 return True, None
             notes += found.notes
             if not found.more:
-                return True, Record(head, notes, end, found.epoch)
+                record = Record(head, notes, end, found.epoch, owner=found.owner)
+                return True, _Found(replica, record, found.owned)
 
     async def _ask(
         self, replica: ReplicaHandle, name: str, tenant: str | None, known: int, wait: float
@@ -203,11 +260,13 @@ class AnswerCopies:
         record, linked = copied.record, self._linked()
         copied.homes = {home: told for home, told in copied.homes.items() if home in linked}
         copied.ended &= set(copied.homes)
+        copied.full &= set(linked)
         name = record.head.name
         for replica in sorted(linked, key=lambda one: (one.draining, _rank(name, one))):
             if len([home for home in copied.homes if not home.draining]) >= NUM_COPIES:
                 break
-            copied.homes.setdefault(replica, -1)
+            if replica not in copied.full:
+                copied.homes.setdefault(replica, -1)
         for home in list(copied.homes):
             self._tell(copied, home)
 
@@ -243,6 +302,12 @@ class AnswerCopies:
                 copied.ended.add(home)
             if last:
                 return
+
+
+def _latest(found: list[_Found]) -> Record | None:
+    """Return what counts of all that was found."""
+    records = [one.record for one in found]
+    return max(records, key=lambda one: (one.version, one.end is not None, len(one.notes)), default=None)
 
 
 def _rank(name: str, replica: ReplicaHandle) -> bytes:

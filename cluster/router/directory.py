@@ -68,6 +68,7 @@ class ReplicaDirectory:
         self._rouse = rouse
         self._wake = asyncio.Event()
         dispatcher.call_when_leaving(self._said_to_go)
+        dispatcher.ask_for_links(self._has_all_links)
         if on_demand:
             dispatcher.call_when_waiting(self._wake.set)
         self._spawn(self._search())
@@ -179,6 +180,10 @@ class ReplicaDirectory:
     def _patience(self) -> float:
         """Serve's controller hears of each new call at once where there is no replica."""
         return LEASE_PATIENCE if self._members or not self._on_demand else COLD_PATIENCE
+
+    def _has_all_links(self) -> bool:
+        apart = self._foreign | self._going | self._unlinked.keys()
+        return self._members - apart <= self._announced.keys()
 
     def _forget(self, replica_id: str) -> None:
         if replica_id not in self._foreign | self._going:

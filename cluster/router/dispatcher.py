@@ -73,6 +73,7 @@ class Dispatcher:
         self._inquiries = Inquiries(self._replicas.send)
         self._deadlines = DeadlineTimers(self._loop, self._expire)
         self._on_copies: Callable[[ReplicaHandle, CopyMessage], None] = lambda *_: None
+        self._has_all_links: Callable[[], bool] = lambda: True
         self._closing = False
         self._on_leaving: Callable[[str, bool], None] = lambda replica_id, _: self.remove_replica(replica_id)
         self._on_waiting: Callable[[], None] = lambda: None
@@ -165,6 +166,15 @@ class Dispatcher:
     def send(self, replica: ReplicaHandle, message: Up) -> None:
         """Send a message whose loss does no harm; see `ReplicaSet.send`."""
         self._replicas.send(replica, message)
+
+    @property
+    def has_all_links(self) -> bool:
+        """Whether there is no replica, as far as is known, that may yet be linked."""
+        return self._has_all_links()
+
+    def ask_for_links(self, has_all: Callable[[], bool]) -> None:
+        """Have `has_all` say whether all replicas that are there are linked, or cannot be."""
+        self._has_all_links = has_all
 
     def hold_copies(self, on_message: Callable[[ReplicaHandle, CopyMessage], None]) -> None:
         """Have `on_message` called with what replicas say of copies of answers."""

@@ -273,10 +273,16 @@ class Fetch(Packed, tag=9, frozen=True):
 
 
 class Forget(Packed, tag=10, frozen=True):
-    """Drop an answer of a tenant's; whoever makes it is told. It is taken in no more, but another by its name is."""
+    """Drop an answer of a tenant's; whoever makes it is told. It is taken in no more, but another by its name is.
+
+    epoch: drop only what `owner` said in this one, without a word to it, and take in others; None = any. owner: ""
+    = the router that says this.
+    """
 
     name: Name
     tenant: Name
+    epoch: Count | None = None
+    owner: Name = ""
 
 
 class Welcome(Packed, tag=11, frozen=True):
@@ -384,7 +390,7 @@ class Begun(Packed, tag=17, frozen=True):
 class Fetched(Packed, tag=18, frozen=True):
     """What is kept of an answer; without a name: nothing is. head: b"" where notes were known before.
 
-    more: there are further notes, which fetch as well.
+    more: there are further notes, which fetch as well. owner: the router that made it, with its link if `owned`.
     """
 
     ticket: Count
@@ -394,6 +400,8 @@ class Fetched(Packed, tag=18, frozen=True):
     notes: tuple[bytes, ...] = ()
     end: bytes = b""
     more: bool = False
+    owner: Name = ""
+    owned: bool = False
 
 
 class Orphaned(Packed, tag=19, frozen=True):
@@ -403,10 +411,14 @@ class Orphaned(Packed, tag=19, frozen=True):
 
 
 class Superseded(Packed, tag=20, frozen=True):
-    """What this router said of an answer is not kept any more: another one has it, in this epoch, or dropped it."""
+    """What this router said of an answer is not kept any more: another one has it, in this epoch, or dropped it.
+
+    full: neither, but there is no room for it here; it may be kept elsewhere.
+    """
 
     name: Name
     epoch: Count
+    full: bool = False
 
 
 Up = Hello | Submit | Abort | FinishChoice | Ping | Resync | Explain | Keep | Fetch | Forget

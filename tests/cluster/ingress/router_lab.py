@@ -138,7 +138,7 @@ class LabRouter:
 
 
 class RouterLab:
-    """Some routers over two replicas on the fake model, behind the guard. on_message: called as a router says one.
+    """Some routers over three replicas on the fake model, behind the guard. on_message: called as a router says one.
 
     gateway: between guard and routers is our own wire, and not what stands for Ray Serve's.
     """
@@ -170,7 +170,7 @@ class RouterLab:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> RouterLab:
-        self.replicas = [self._replica(name) for name in "ab"]
+        self.replicas = [self._replica(name) for name in "abc"]
         for _ in range(self._wanted):
             await self.add()
         guard = self._watched(RouterLossGuard(self._proxy))

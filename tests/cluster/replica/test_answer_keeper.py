@@ -56,8 +56,8 @@ async def test_notes_said_twice_count_once() -> None:
     lab.keep(one, notes=(b"a", b"b"))
     lab.keep(one, head=b"", first=1, notes=(b"b", b"c"))
     lab.keep(one, head=b"", first=9, notes=(b"z",))  # what came between is missing: it is not taken in
-    assert lab.fetch(two) == Fetched(7, "resp_1", 0, b"head", (b"a", b"b", b"c"))
-    assert lab.fetch(two, known=2) == Fetched(7, "resp_1", 0, b"", (b"c",))
+    assert lab.fetch(two) == Fetched(7, "resp_1", 0, b"head", (b"a", b"b", b"c"), owner="one", owned=True)
+    assert lab.fetch(two, known=2) == Fetched(7, "resp_1", 0, b"", (b"c",), owner="one", owned=True)
 
 
 async def test_who_waits_is_answered_with_the_next_note() -> None:
@@ -67,7 +67,7 @@ async def test_who_waits_is_answered_with_the_next_note() -> None:
     lab.keeper.take(two, Fetch(8, "resp_1", "ann", known=1, wait=60.0))  # type: ignore[arg-type]
     assert not two.told
     lab.keep(one, head=b"", first=1, notes=(b"b",), end=b"end")
-    assert two.told == [Fetched(8, "resp_1", 0, b"", (b"b",), b"end")]
+    assert two.told == [Fetched(8, "resp_1", 0, b"", (b"b",), b"end", owner="one", owned=True)]
 
 
 async def test_other_tenants_find_nothing() -> None:
@@ -151,3 +151,30 @@ async def test_the_oldest_that_have_ended_make_room() -> None:
         lab.keep(lab.routers[0], f"resp_{number}", notes=(bytes(3000),), end=b"end")
     kept = [name for name in ("runs", *[f"resp_{n}" for n in range(8)]) if lab.fetch(lab.routers[0], name).name]
     assert kept == ["runs", "resp_6", "resp_7"]
+
+
+async def test_where_running_ones_fill_it_what_grows_is_not_kept_and_its_router_told() -> None:
+    lab = Lab("one", most_bytes=10_000)
+    (one,) = lab.routers
+    names = [f"resp_{number}" for number in range(4)]
+    for name in names:
+        lab.keep(one, name, notes=())
+    for name in names:
+        lab.keep(one, name, head=b"", notes=(bytes(3000),))
+    lab.keep(one, "large", head=bytes(3000))
+    assert one.told == [Superseded("resp_3", 0, full=True), Superseded("large", 0, full=True)]
+    assert [name for name in (*names, "large") if lab.fetch(one, name).name] == names[:3]
+
+
+async def test_a_router_takes_back_its_own_copy_alone() -> None:
+    lab = Lab("one", "two")
+    one, two = lab.routers
+    lab.keep(one, epoch=1)
+    for router, epoch in ((one, 0), (two, 1)):
+        lab.keeper.take(router, Forget("resp_1", "ann", epoch))  # type: ignore[arg-type]
+        assert lab.fetch(two).name == "resp_1"
+    lab.keeper.take(one, Forget("resp_1", "ann", 1))  # type: ignore[arg-type]
+    assert lab.fetch(two) == Fetched(7)
+    lab.keep(two)
+    assert lab.fetch(two).owner == "two"
+    assert not one.told

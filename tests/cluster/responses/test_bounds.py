@@ -1,4 +1,4 @@
-"""What is kept has bounds: the oldest answers that have ended go first, and running ones are protected."""
+"""What is kept has bounds: the oldest answers that have ended go first, then nothing new is taken."""
 
 import pytest
 

@@ -123,6 +123,9 @@ class Links:
     def call_when_leaving(self, tell) -> None:
         self.say_to_go = tell
 
+    def ask_for_links(self, has_all) -> None:
+        self.has_all = has_all
+
 
 class OpenLink(SimpleNamespace):
     """A link that holds."""
@@ -162,6 +165,17 @@ async def change(monkeypatch):
     for task in list(register._tasks):
         task.cancel()
     await asyncio.gather(*register._tasks, return_exceptions=True)
+
+
+async def test_it_is_known_whether_all_replicas_are_linked(change):
+    links = await change("a", "b", linked="a")
+    assert not links.has_all()
+    await change("a", "b", linked="b")
+    assert links.has_all()
+    await change("a", "b", "c")
+    assert not links.has_all()
+    await change("a")
+    assert links.has_all()
 
 
 async def test_a_replica_that_serve_takes_out_gets_nothing_new_while_another_is_linked(change):

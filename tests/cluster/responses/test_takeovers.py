@@ -1,0 +1,88 @@
+"""What happens to an answer between two steps of the router that takes it over, or is about to begin it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+
+import pytest
+
+from cluster.admission.keys import OPEN, FixedKeys, KeyEntry, KeyRing, Quota, Tenant, hash_key
+from cluster.admission.tenants import Tenancy
+from cluster.responses.copies import NoCopies
+from cluster.responses.record import Head, Record
+from tests.openai_app import MODEL, app_for, client_for, saying, served_model
+
+NAME = "resp_1"
+BODY = {"model": MODEL, "input": "hi", "background": True}
+HEAD = Head(NAME, "/v1/responses", json.dumps(BODY).encode(), OPEN.name, 0.0, background=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return served_model(tmp_path_factory.mktemp("model"), max_model_len=4096)
+
+
+class SlowCopies(NoCopies):
+    """Copies of one answer, which are fetched once `go` is set."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.asked = asyncio.Event()
+
+    async def fetch(self, name: str, tenant: str | None) -> Record | None:
+        self.asked.set()
+        await self.go.wait()
+        return Record(HEAD)
+
+    async def orphan(self, name: str) -> Record | None:
+        return Record(HEAD)
+
+    def listen(self, orphaned: Callable[[str], None], superseded: Callable[[str, int], None]) -> None:
+        self.orphaned = orphaned
+
+
+@pytest.mark.parametrize("way", ["cancel", "delete"])
+async def test_one_that_is_ended_while_it_is_taken_over_runs_no_more(model, way):
+    source, copies = saying(model, "hello world", hold=3), SlowCopies()
+    async with client_for(app_for(source, model, copies=copies)) as client:
+        path = f"/v1/responses/{NAME}"
+        asked = client.delete(path) if way == "delete" else client.post(f"{path}/cancel")
+        ending = asyncio.create_task(asked)
+        await copies.asked.wait()
+        copies.orphaned(NAME)
+        while not source.requests:
+            await asyncio.sleep(0)
+        copies.go.set()
+        assert (await ending).status_code == 200
+        while not source.closed:
+            await asyncio.sleep(0)
+    assert len(source.requests) == len(source.closed) == 1
+
+
+class TakenAtOnce(NoCopies):
+    """Another router has the first answer before its first step here."""
+
+    def __init__(self) -> None:
+        self.left = 1
+
+    async def fetch(self, name: str, tenant: str | None) -> Record | None:
+        if self.left:
+            self.left -= 1
+            asyncio.get_running_loop().call_soon(self.superseded, name, 0)
+        return None
+
+    def listen(self, orphaned: Callable[[str], None], superseded: Callable[[str, int], None]) -> None:
+        self.superseded = superseded
+
+
+async def test_one_that_is_taken_before_its_first_step_leaves_nobody_waiting(model):
+    ring = KeyRing([KeyEntry(hash_key("ann"), Tenant("ann", quota=Quota(max_concurrent=1)))])
+    app = app_for(saying(model, "hello"), model, tenancy=Tenancy(FixedKeys(ring)), copies=TakenAtOnce())
+    async with client_for(app) as client:
+        for key in ("one", "one", "two"):
+            headers = {"authorization": "Bearer ann", "idempotency-key": key}
+            answer = await client.post("/v1/responses", json=BODY | {"background": False}, headers=headers)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["status"] == "completed"
