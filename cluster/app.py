@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -149,29 +150,23 @@ def _replica(config: ClusterConfig, name: str, bundles: Sequence[dict[str, float
 
 
 def _router(config: ClusterConfig, surge: int) -> serve.Deployment:
-    found_by_gateways = config.ingress != SERVE
-    return serve.deployment(
-        RouterBehindGateway if found_by_gateways else Router,
-        name=ROUTER,
-        num_replicas=config.routers,
-        ray_actor_options={"num_cpus": ROUTER_CPUS},
-        max_ongoing_requests=UNLIMITED_REQUESTS,
-        max_constructor_retry_count=3,
-        health_check_period_s=1,
-        health_check_timeout_s=ROUTER_ANSWER,
-        graceful_shutdown_timeout_s=config.drain_timeout,
-        max_surge_percent=surge,
-        request_router_config=_LEASES if found_by_gateways else RequestRouterConfig(),
-        logging_config=logging_config(config.log_format),
-    )
+    front = _front(config, surge)
+    if config.ingress == SERVE:
+        return front(Router, name=ROUTER, ray_actor_options={"num_cpus": ROUTER_CPUS})
+    cpus = {"num_cpus": ROUTER_CPUS}
+    return front(RouterBehindGateway, name=ROUTER, ray_actor_options=cpus, request_router_config=_LEASES)
 
 
 def _gateway(config: ClusterConfig, surge: int) -> serve.Deployment:
-    return serve.deployment(
-        Gateway if config.ingress == GATEWAY else GatewayBehindProxy,
-        name=GATEWAYS,
+    kind = Gateway if config.ingress == GATEWAY else GatewayBehindProxy
+    return _front(config, surge)(kind, name=GATEWAYS, ray_actor_options={"num_cpus": GATEWAY_CPUS})
+
+
+def _front(config: ClusterConfig, surge: int) -> Callable[..., serve.Deployment]:
+    """Return what makes the deployment of a process that stands before the replicas."""
+    return partial(
+        serve.deployment,
         num_replicas=config.routers,
-        ray_actor_options={"num_cpus": GATEWAY_CPUS},
         max_ongoing_requests=UNLIMITED_REQUESTS,
         max_constructor_retry_count=3,
         health_check_period_s=1,

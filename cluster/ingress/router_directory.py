@@ -12,8 +12,7 @@ import ray
 from ray.serve.handle import DeploymentHandle
 
 from cluster.ingress.router_pool import KnownRouter, RouterPool
-from cluster.lifecycle.leases import LEASE_PATIENCE, RETRY_SECONDS, ReplicaWatch, either, lease_ended
-from cluster.tasks import is_cancelled
+from cluster.lifecycle.leases import LEASE_PATIENCE, RETRY_SECONDS, ReplicaWatch, either, lease_ended, next_lease
 from cluster.wire.link import LinkAddress
 
 log = logging.getLogger(__name__)
@@ -52,20 +51,15 @@ class RouterDirectory:
     async def _search(self) -> None:
         """Keep one lease call pending; each that is answered brings one more router."""
         while True:
-            lease = self._lease_call.remote(self._gateway_id, self._node, watch=self._watch)
-            try:
-                async with asyncio.timeout(LEASE_PATIENCE):
-                    announcement = await anext(lease)
-            except (Exception, asyncio.CancelledError) as error:
-                if is_cancelled():
-                    raise
-                # What Serve raises here (a router that is gone, an app being deployed) is over by itself.
-                log.debug("no lease: %r", error)
-                lease.cancel()
-                await asyncio.sleep(RETRY_SECONDS)
+            found = await next_lease(self._ask_for_one, LEASE_PATIENCE)
+            if found is None:
                 continue
+            announcement, lease = found
             self._watch.known.add(announcement.copy)
             self._spawn(self._hold(announcement, lease))
+
+    def _ask_for_one(self) -> Any:
+        return self._lease_call.remote(self._gateway_id, self._node, watch=self._watch)
 
     async def _hold(self, announcement: RouterAnnouncement, lease: Any) -> None:
         """Have a router in the pool until it is gone, or is to stop and has answered what it was asked."""

@@ -16,6 +16,8 @@ from typing import Any
 import ray
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
+from cluster.tasks import is_cancelled
+
 RETRY_SECONDS = 0.25
 LEASE_PATIENCE = 5.0  # seconds; a copy that has stopped may have been asked, and another have come since
 LOOPBACK = "127.0.0.1"
@@ -88,6 +90,26 @@ class LeaseRequestRouter(RequestRouter):
 
     def _ids(self) -> frozenset[str]:
         return frozenset(replica_id.unique_id for replica_id in self.curr_replicas)
+
+
+async def next_lease(call: Callable[[], Any], patience: float) -> tuple[Any, Any] | None:
+    """Make a lease call; return what a copy announces, and the lease, or None after a pause where none did in time.
+
+    patience: seconds.
+    """
+    lease = call()
+    try:
+        async with asyncio.timeout(patience):
+            return await anext(lease), lease
+    except (Exception, asyncio.CancelledError) as error:
+        if is_cancelled():
+            raise
+        # Whatever Serve raises here (a copy that is gone, an app being deployed) is over by itself: ask again. It
+        # also cancels a call on its way to a copy that died, which looks like the end of this task.
+        logger.debug("no lease: %r", error)
+        lease.cancel()
+        await asyncio.sleep(RETRY_SECONDS)
+        return None
 
 
 async def either(*waits: Coroutine[Any, Any, None]) -> None:

@@ -12,9 +12,8 @@ from typing import Any
 import ray
 from ray.serve.handle import DeploymentHandle
 
-from cluster.lifecycle.leases import LEASE_PATIENCE, RETRY_SECONDS, ReplicaWatch, either, lease_ended
+from cluster.lifecycle.leases import LEASE_PATIENCE, RETRY_SECONDS, ReplicaWatch, either, lease_ended, next_lease
 from cluster.router.dispatcher import Dispatcher
-from cluster.tasks import is_cancelled
 from cluster.wire.link import LOST, Announcement, LinkAddress, LinkError, OtherProtocolError, ReplicaLink
 from cluster.wire.tcp import connect
 
@@ -94,19 +93,10 @@ class ReplicaDirectory:
         """Keep one lease call pending; each that is answered brings one more replica."""
         while True:
             await self._until_wanted()
-            lease = self._lease_call.remote(self._router_id, self._node, watch=self._watch)
-            try:
-                async with asyncio.timeout(self._patience):
-                    announcement = await anext(lease)
-            except (Exception, asyncio.CancelledError) as error:
-                if is_cancelled():
-                    raise
-                # Whatever Serve raises here (replica gone, app being deployed) is over by itself: ask again. It also
-                # cancels a call that was on its way to a replica that died, which looks like the end of this task.
-                logger.debug("no lease: %r", error)
-                lease.cancel()
-                await asyncio.sleep(RETRY_SECONDS)
+            found = await next_lease(self._ask_for_one, self._patience)
+            if found is None:
                 continue
+            announcement, lease = found
             if announcement.replica_id in self._watch.known:
                 logger.error("replica %s was leased twice; one lease is given back", announcement.replica_id)
                 lease.cancel()
@@ -119,6 +109,9 @@ class ReplicaDirectory:
                 lease.cancel()
                 continue
             self._spawn(self._hold(announcement, lease))
+
+    def _ask_for_one(self) -> Any:
+        return self._lease_call.remote(self._router_id, self._node, watch=self._watch)
 
     async def _hold(self, announcement: Announcement, lease: Any) -> None:
         """Stay linked to one replica until the link or the lease ends, then make room to find it again."""
