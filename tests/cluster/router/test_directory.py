@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from cluster.lifecycle import leases
 from cluster.router import directory
 from cluster.router.directory import ReplicaDirectory
 from cluster.wire.link import Announcement, LinkAddress, LinkRefusedError, OtherProtocolError
@@ -66,7 +67,7 @@ ENDS = [RuntimeError("the replica has died"), asyncio.CancelledError(), StopAsyn
 async def test_a_search_that_ends_with_its_replica_is_followed_by_another(end, monkeypatch):
     context = SimpleNamespace(get_node_id=lambda: "node")
     monkeypatch.setattr(directory, "ray", SimpleNamespace(get_runtime_context=lambda: context))
-    monkeypatch.setattr(directory, "RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(leases, "RETRY_SECONDS", 0.001)
     replicas = Replicas(end, end)
     register = ReplicaDirectory("router", replicas, Links())
     async with asyncio.timeout(5):
@@ -271,6 +272,7 @@ def on_this_node(monkeypatch):
     context = SimpleNamespace(get_node_id=lambda: "node")
     monkeypatch.setattr(directory, "ray", SimpleNamespace(get_runtime_context=lambda: context))
     monkeypatch.setattr(directory, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(leases, "RETRY_SECONDS", 0.01)
 
 
 class Queue(Links):
