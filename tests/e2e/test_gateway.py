@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 from collections.abc import Iterator
 
@@ -16,37 +15,28 @@ from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
 from tests.chaos.ingress_load import ALL, exchanges, late, outcomes
 from tests.chaos.raw_http import last_error, stalled
+from tests.e2e.behind_ingress import (
+    BEARER,
+    GATEWAY,
+    KEY,
+    ROUTER,
+    grpc_address,
+    listeners,
+    port_of,
+    running,
+    served_behind,
+    tokens_of_call,
+    unfinished,
+)
 from tests.e2e.command import LEAK_SECONDS, Command, url_of
 from tests.e2e.harness import eventually
-from tests.e2e.test_haproxy import BEARER, KEY, ROUTER, listeners, port_of, running, tokens_of_call, unfinished
-
-GATEWAY = "ServeReplica:squadron:Gateway"
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
     """The demo model behind two gateways and two routers."""
-    command = Command(
-        *("serve", "demo", "--ingress", "gateway", "--port", "0", "--grpc-port", "0", "--api-key", KEY),
-        *(
-            "--replicas",
-            "1",
-            "--routers",
-            "2",
-            "--cpus-per-worker",
-            "0.5",
-            "--device",
-            "cpu",
-            "--drain-timeout",
-            "20",
-        ),
-        home=tmp_path_factory.mktemp("home"),
-    )
-    try:
-        command.wait_for("Ctrl-C stops it")
+    with served_behind("gateway", 1, tmp_path_factory.mktemp("home")) as command:
         yield command
-    finally:
-        command.kill()
 
 
 def whole_again(command: Command) -> None:
@@ -72,7 +62,7 @@ def test_it_listens_on_loopback_alone_and_answers_as_behind_serves_proxy(served:
     assert (answer.status_code, answer.headers.get_list("x-request-id")) == (200, ["mine"])
     assert len(httpx.get(f"{url}/health", timeout=10).headers.get_list("x-request-id")) == 1
     assert httpx.get(f"{url}/ready", headers=BEARER, timeout=10).json()["guarded"] is True
-    with grpc.insecure_channel(re.search(r"^gRPC: (127\.0\.0\.1:\d+)", served.text, re.MULTILINE)[1]) as channel:
+    with grpc.insecure_channel(grpc_address(served)) as channel:
         told = InferenceStub(channel).GetModelInfo(
             pb.GetModelInfoRequest(), timeout=10, metadata=(("authorization", f"Bearer {KEY}"),)
         )

@@ -8,83 +8,44 @@ import os
 import re
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import grpc
 import httpx
-import psutil
 import pytest
 
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
 from tests.chaos.ingress_load import ALL, exchanges, late, outcomes
 from tests.chaos.raw_http import last_error, stalled
+from tests.e2e.behind_ingress import (
+    BEARER,
+    GATEWAY,
+    KEY,
+    ROUTER,
+    grpc_address,
+    listeners,
+    port_of,
+    running,
+    served_behind,
+    tokens_of_call,
+    unfinished,
+)
 from tests.e2e.command import LEAK_SECONDS, Command, url_of
-from tests.e2e.harness import answers, eventually
-
-KEY = "sk-haproxy"
-ROUTER = "ServeReplica:squadron:Router"
-BEARER = {"Authorization": f"Bearer {KEY}"}
+from tests.e2e.harness import eventually
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
-    """The demo model behind two routers, two replicas of one rank each."""
-    command = Command(
-        *("serve", "demo", "--ingress", "haproxy", "--port", "0", "--grpc-port", "0", "--api-key", KEY),
-        *(
-            "--replicas",
-            "2",
-            "--routers",
-            "2",
-            "--cpus-per-worker",
-            "0.5",
-            "--device",
-            "cpu",
-            "--drain-timeout",
-            "20",
-        ),
-        home=tmp_path_factory.mktemp("home"),
-    )
-    try:
-        command.wait_for("Ctrl-C stops it")
+    """The demo model behind two gateways and two routers, two replicas of one rank each."""
+    with served_behind("haproxy", 2, tmp_path_factory.mktemp("home")) as command:
         yield command
-    finally:
-        command.kill()
-
-
-def port_of(command: Command) -> int:
-    return int(url_of(command).rpartition(":")[2])
-
-
-def running(command: Command, title: str) -> list[psutil.Process]:
-    """Its processes with `title` in their command lines, oldest first."""
-    found = [one for one, words in answers(command.descendants(), psutil.Process.cmdline) if title in " ".join(words)]
-    return sorted(found, key=lambda one: (one.create_time(), one.pid))
-
-
-def listeners(process: psutil.Process) -> list[str]:
-    """Addresses on which it listens; none of one that ended meanwhile."""
-    with suppress(psutil.NoSuchProcess):
-        listening = [one for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
-        if "ServeReplica" not in " ".join(process.cmdline()):
-            return [f"{one.laddr.ip.removeprefix('::ffff:')}:{one.laddr.port}" for one in listening]
-    return []
 
 
 def statistics(command: Command) -> re.Match[str]:
     """Addresses of HAProxy's statistics and of its metrics, as told at the start."""
     told = r"^HAProxy's statistics at (\S+), its metrics at (\S+), without a key$"
     return re.search(told, command.text, re.MULTILINE)
-
-
-def unfinished(command: Command) -> float:
-    """Sequences that the replicas run, as whichever router answers sees them."""
-    lines = httpx.get(f"{url_of(command)}/metrics", headers=BEARER, timeout=10).text.splitlines()
-    found = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("squadron_num_requests_running{")]
-    assert found
-    return sum(found)
 
 
 def gateways(command: Command) -> set[str]:
@@ -169,26 +130,13 @@ async def test_every_answer_survives_a_router(served: Command, sign: signal.Sign
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 async def test_no_answer_is_silently_short_when_a_gateway_dies(served: Command, sign: signal.Signals) -> None:
-    victim, before = running(served, "ServeReplica:squadron:Gateway")[0], gateways(served)
+    victim, before = running(served, GATEWAY)[0], gateways(served)
     got, struck = await exchanges(port_of(served), lambda: os.kill(victim.pid, sign), KEY)
     counts = outcomes(got)
     assert set(counts) <= {"whole", "cut", "router_lost", "no_router"}, counts
     assert counts["cut"], "the dead gateway's streams must be cut"
     assert not late(got, struck)
     whole_again(served, before, lost=1)
-
-
-async def tokens_of_call(command: Command, seed: int) -> list[int]:
-    """The tokens of a call of gRPC that takes a while."""
-    sampling = pb.Sampling(seed=seed, temperature=1.0, max_tokens=300, ignore_eos=True)
-    asked = pb.GenerateRequest(model="demo", prompt="x", sampling=sampling, output=pb.OUTPUT_TOKENS)
-    async with grpc.aio.insecure_channel(grpc_address(command)) as channel:
-        call = InferenceStub(channel).Generate(asked, timeout=120, metadata=(("authorization", f"Bearer {KEY}"),))
-        return [token async for response in call for delta in response.deltas for token in delta.token_ids]
-
-
-def grpc_address(command: Command) -> str:
-    return re.search(r"^gRPC: (127\.0\.0\.1:\d+)", command.text, re.MULTILINE)[1]
 
 
 async def test_a_killed_haproxy_cuts_and_comes_back(served: Command) -> None:
