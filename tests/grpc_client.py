@@ -12,8 +12,8 @@ from google.rpc import error_details_pb2, status_pb2
 from starlette.applications import Starlette
 
 from cluster.admission.tenants import Tenancy
-from cluster.grpc_api.carried import CarriedCalls
-from cluster.grpc_api.gateway import CarryingDoor, CarryingService
+from cluster.grpc_api.forwarded import ForwardedCalls
+from cluster.grpc_api.gateway import ForwardingInterceptor, ForwardingService
 from cluster.grpc_api.rpc import GrpcMetrics
 from cluster.grpc_api.server import GrpcServer, ListenAddress, inference_server
 from cluster.grpc_api.service import GrpcServices
@@ -185,11 +185,11 @@ async def running_grpc(services: GrpcServices, metrics: Metrics, **changes) -> A
 @contextlib.asynccontextmanager
 async def _gateway(services: GrpcServices) -> AsyncIterator[GrpcServer]:
     """A gateway's server before a router that has the services."""
-    exchanges = ExchangeServer(IngressCheck(CarriedCalls(Starlette(), services)))
+    exchanges = ExchangeServer(IngressCheck(ForwardedCalls(Starlette(), services)))
     pool = RouterPool("gateway", patience=10)
     holding = asyncio.create_task(pool.hold(KnownRouter("router", await exchanges.address("127.0.0.1"))))
-    service = CarryingService(RouterLossGuard(pool), lambda: pool.routers)
-    door = CarryingDoor(services.tenancy, service)
+    service = ForwardingService(RouterLossGuard(pool), lambda: pool.routers)
+    door = ForwardingInterceptor(services.tenancy, service)
     try:
         yield GrpcServer(ListenAddress(), service, door, services.max_message_bytes)
     finally:

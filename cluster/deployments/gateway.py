@@ -15,7 +15,7 @@ from cluster.admission.key_file import keys_for
 from cluster.admission.tenants import Tenancy
 from cluster.config import resolve_config
 from cluster.errors import ReplicaStartError
-from cluster.grpc_api.gateway import CarryingDoor, CarryingService
+from cluster.grpc_api.gateway import ForwardingInterceptor, ForwardingService
 from cluster.grpc_api.server import BesideHttp, GrpcServer, ListenAddress
 from cluster.ingress.gateway import GatewayApp, HttpServer
 from cluster.ingress.guard import RouterLossGuard
@@ -61,9 +61,9 @@ class GatewayHost:
         try:
             tenancy = Tenancy(keys_for(config.api_key, config.api_key_file, config.metrics_key))
             self._key_watch = asyncio.create_task(tenancy.watch())
-            service = CarryingService(guard, lambda: pool.routers)
+            service = ForwardingService(guard, lambda: pool.routers)
             address = ListenAddress(config.host, config.grpc_port)
-            self._grpc = GrpcServer(address, service, CarryingDoor(tenancy, service), config.max_body_bytes)
+            self._grpc = GrpcServer(address, service, ForwardingInterceptor(tenancy, service), config.max_body_bytes)
         except SquadronError as error:
             raise ReplicaStartError.of(error) from error
         return app

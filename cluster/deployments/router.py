@@ -30,7 +30,7 @@ from cluster.batch.server.store import Store
 from cluster.config import NO_KEYS, ClusterConfig, resolve_config
 from cluster.config_values import GATEWAY, SERVE
 from cluster.errors import ReplicaStartError
-from cluster.grpc_api.carried import CarriedCalls
+from cluster.grpc_api.forwarded import ForwardedCalls
 from cluster.grpc_api.rpc import GrpcMetrics
 from cluster.grpc_api.server import BesideHttp, GrpcServer, ListenAddress, inference_server
 from cluster.grpc_api.service import GrpcServices
@@ -188,13 +188,13 @@ class RouterHost:
         whole = app if self._tracing is None else self._tracing.app(app)
         traced = None if self._tracing is None else self._tracing.rpc
         services = GrpcServices(models, tenancy, GrpcMetrics(metrics).answered, config.max_body_bytes, traced)
-        carried = config.grpc_port is not None and config.ingress != SERVE
-        letting_go = LetGo(CarriedCalls(whole, services) if carried else whole)
+        forwarded = config.grpc_port is not None and config.ingress != SERVE
+        letting_go = LetGo(ForwardedCalls(whole, services) if forwarded else whole)
         self._ingress = IngressCheck(letting_go, config.router_wait)
         self._leaving = asyncio.get_running_loop().create_task(self._leave(letting_go))
         settle_heap()
         waiting = StartupWait(self._ingress, self._serving, self._others.count)
-        if config.grpc_port is None or carried:
+        if config.grpc_port is None or forwarded:
             return waiting
         return BesideHttp(waiting, _grpc_server(config.host, config.grpc_port, services), config.drain_timeout)
 

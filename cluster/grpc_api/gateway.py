@@ -1,4 +1,4 @@
-"""gRPC at a gateway: calls are carried to routers as exchanges, so that a router's death does not end them.
+"""gRPC at a gateway: calls are forwarded to routers as exchanges, so that a router's death does not end them.
 
 Keys are looked at here, before a request is read; what is refused a router refuses, which also counts it.
 """
@@ -28,7 +28,7 @@ ABORT = "Abort"
 ABORT_SECONDS = 5.0  # in which routers must have said whether they run a call
 
 
-class CarryingService:
+class ForwardingService:
     """One method for each of the `.proto`. app: has some router answer an exchange (ASGI).
 
     routers: all that there are, each such an application: the one that runs a call is asked to end it.
@@ -47,45 +47,41 @@ class CarryingService:
             raise AttributeError(name)
         full = f"/{SERVICE.full_name}/{name}"
         if method.server_streaming:
-            return partial(self.carry, full)
+            return partial(self.forward, full)
         return partial(self._abort if name == ABORT else self._unary, full)
 
-    async def carry(self, method: str, body: bytes, context: grpc.aio.ServicerContext, refused: bool = False) -> None:
+    async def forward(
+        self, method: str, body: bytes, context: grpc.aio.ServicerContext, refused: bool = False
+    ) -> None:
         """Have a router answer a call, and pass on what comes as it comes. refused: it may not be made."""
-        carried = _Carried(method, body, context, refused=refused)
-        await self._app(carried.scope, carried.receive, carried.send)
-        await carried.end()
+        call = _Forwarded(method, body, context, refused=refused)
+        await call.run(self._app)
+        await call.end()
 
     async def _unary(self, method: str, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        carried = _Carried(method, body, context, whole=True)
-        await self._app(carried.scope, carried.receive, carried.send)
-        await carried.end()
-        return carried.message
+        call = _Forwarded(method, body, context, whole=True)
+        await call.run(self._app)
+        await call.end()
+        return call.message
 
     async def _abort(self, method: str, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
         """Ask all routers: one of them has run the call."""
-        asked: dict[asyncio.Future[None], _Carried] = {}
-        for router in self._routers():
-            carried = _Carried(method, body, context, whole=True)
-            asked[asyncio.ensure_future(_run(router, carried))] = carried
+        routers = self._routers()
+        calls = [_Forwarded(method, body, context, whole=True) for _ in routers or (None,)]
+        asked = [asyncio.ensure_future(call.run(router)) for call, router in zip(calls, routers, strict=False)]
         if asked:
             await asyncio.wait(asked, timeout=ABORT_SECONDS)
         for task in asked:
             task.cancel()
-        nobody = _Carried(method, body, context, whole=True)
-        told = max(asked.values(), key=lambda one: (one.ended_well, one.ended), default=nobody)
+        told = max(calls, key=lambda call: (call.ended_well, call.ended))
         await told.end()
         return told.message
 
 
-async def _run(app: ASGIApp, carried: _Carried) -> None:
-    await app(carried.scope, carried.receive, carried.send)
-
-
-class CarryingDoor(grpc.aio.ServerInterceptor):
+class ForwardingInterceptor(grpc.aio.ServerInterceptor):
     """Has a router refuse who has no key, without reading the request."""
 
-    def __init__(self, tenancy: Tenancy, service: CarryingService) -> None:
+    def __init__(self, tenancy: Tenancy, service: ForwardingService) -> None:
         self._tenancy = tenancy
         self._service = service
 
@@ -100,12 +96,12 @@ class CarryingDoor(grpc.aio.ServerInterceptor):
                 return handler
 
         async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
-            await self._service.carry(method, b"", context, refused=True)
+            await self._service.forward(method, b"", context, refused=True)
 
         return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-class _Carried:
+class _Forwarded:
     """One call on its way. whole: its only message is kept in `message`, and not passed on as it comes."""
 
     def __init__(
@@ -127,7 +123,7 @@ class _Carried:
         metadata = [(str(name), value) for name, value in context.invocation_metadata() or ()]
         label = metadata_value(metadata, "x-request-id")
         self._shown_id = label if is_client_id(label) else f"req-{secrets.token_hex(16)}"
-        self.scope: Scope = {
+        self._scope: Scope = {
             "type": "http",
             "http_version": "2",
             "method": "POST",
@@ -143,13 +139,17 @@ class _Carried:
             },
         }
 
-    async def receive(self) -> Message:
+    async def run(self, app: ASGIApp) -> None:
+        """Have the call answered by an application."""
+        await app(self._scope, self._receive, self._send)
+
+    async def _receive(self) -> Message:
         """Return the request; after that nothing comes, for who leaves has the call cancelled."""
         if self._asked:
             return self._asked.pop()
         return await asyncio.get_running_loop().create_future()
 
-    async def send(self, message: Message) -> None:
+    async def _send(self, message: Message) -> None:
         """Take one message of the answer."""
         if message["type"] == "http.response.start":
             if dict(message["headers"]).get(b"content-type") != CONTENT_TYPE:

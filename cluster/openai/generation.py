@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import cast
+from typing import TypeVar, cast
 
 from cluster.answer_log import AnswerFacts, AnswerLog, NoLog
 from cluster.errors import ApiError
@@ -32,6 +32,7 @@ from cluster.token_source import TokenChunk, TokenSource
 from engine.request import Request
 from engine.text.tokenizer import Tokenizer
 
+T = TypeVar("T")
 REPLAYED_AT_ONCE = 32  # chunks of an earlier router, whose frames take a few milliseconds
 MANY_LOGPROBS = 512  # from so many tokens on, encoding their log-probabilities takes milliseconds: worth a thread
 
@@ -156,7 +157,7 @@ class Generation:
                 await asyncio.sleep(0)  # others have their turn: their clients wait, too
             yield number, chunk
         if self._log.kept is not None and self._log.kept.coming is not None:
-            async with aclosing(_walk(self._log.kept.coming())) as coming:
+            async with aclosing(_closable(self._log.kept.coming())) as coming:
                 async for number, chunk in coming:
                     yield number, chunk
             return
@@ -291,10 +292,6 @@ async def _pump(
     await queue.put((number, _End(error)))
 
 
-def _walk(coming: AsyncIterator[tuple[int, TokenChunk]]) -> AsyncGenerator[tuple[int, TokenChunk], None]:
-    return cast("AsyncGenerator[tuple[int, TokenChunk], None]", coming)
-
-
-def _closable(source: AsyncIterator[TokenChunk]) -> AsyncGenerator[TokenChunk, None]:
-    """`TokenSource.generate` promises an iterator that can be closed."""
-    return cast("AsyncGenerator[TokenChunk, None]", source)
+def _closable(source: AsyncIterator[T]) -> AsyncGenerator[T, None]:
+    """`TokenSource.generate`, and what follows an answer, promise iterators that can be closed."""
+    return cast("AsyncGenerator[T, None]", source)

@@ -13,15 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import psutil
 
-from deploy.cli.processes import descendants, kill_all
 from tests.chaos.hosts import Host, hosts
+from tests.chaos.scenario import run_scenario
 from tests.chaos.serve_logs import ServeLogs
 from tests.chaos.streams import Stream, check_exact, client_of, greedy_or_seeded, longest_wait, read_all
 from tests.chaos.strike import Strike
@@ -196,20 +195,6 @@ async def scenario(cluster: ThreeHosts) -> None:
         await cut_off_for_good(cluster, oracle)
 
 
-def main() -> None:
-    """Run the scenario and leave nothing."""
-    code = 1
-    with tempfile.TemporaryDirectory(prefix="hosts-", ignore_cleanup_errors=True) as folder:
-        try:
-            asyncio.run(scenario(ThreeHosts(Path(folder))))
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            kill_all(descendants())
-    sys.stdout.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    main()
+    folder = Path(tempfile.mkdtemp(prefix="hosts-"))
+    run_scenario(lambda: scenario(ThreeHosts(folder)), folder)

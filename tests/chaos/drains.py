@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +21,7 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from deploy.cli.processes import descendants, kill_all
+from tests.chaos.scenario import run_scenario
 from tests.chaos.serve_logs import ServeLogs, check_announced
 from tests.chaos.traffic import Traffic
 from tests.chaos.worker_node import STORE, WorkerNode
@@ -118,19 +117,5 @@ async def scenario(fleet: Fleet) -> None:
     await end_a_node(fleet, "squadron drain", run_command)
 
 
-def main() -> None:
-    """Run the scenario and leave nothing."""
-    code = 1
-    try:
-        asyncio.run(scenario(Fleet()))
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        kill_all(descendants())
-        sys.stdout.flush()
-        os._exit(code)
-
-
 if __name__ == "__main__":
-    main()
+    run_scenario(lambda: scenario(Fleet()))

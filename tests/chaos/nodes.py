@@ -5,11 +5,8 @@ A process of its own, because a process has one Ray and the other tests have the
 
 from __future__ import annotations
 
-import asyncio
 import os
-import sys
 import time
-import traceback
 from collections.abc import Callable
 
 import psutil
@@ -17,8 +14,8 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from deploy.cli.processes import descendants, kill_all
 from tests.chaos.invariants import Invariants, alive
+from tests.chaos.scenario import run_scenario
 from tests.chaos.streams import Stream, check_exact, client_of, greedy_or_seeded, read_all
 from tests.chaos.strike import Strike
 from tests.e2e.harness import App, answers, deploy, eventually, free_port, kill, replica_processes
@@ -86,24 +83,5 @@ async def scenario(cluster: Cluster, app: App) -> None:
         print("the GCS was lost", flush=True)
 
 
-def end_all() -> None:
-    """End every process that was started here; without a GCS nobody else could."""
-    kill_all(descendants())
-
-
-def main() -> None:
-    """Run the scenario and leave nothing. Ray's own farewell would wait for the GCS, so there is none."""
-    code = 1
-    try:
-        asyncio.run(scenario(*start()))
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        end_all()
-        sys.stdout.flush()
-        os._exit(code)
-
-
 if __name__ == "__main__":
-    main()
+    run_scenario(lambda: scenario(*start()))

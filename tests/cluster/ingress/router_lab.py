@@ -13,8 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.admission.tenants import Tenancy
 from cluster.answer_log import KEPT
-from cluster.grpc_api.carried import CarriedCalls
-from cluster.grpc_api.gateway import CarryingDoor, CarryingService
+from cluster.grpc_api.forwarded import ForwardedCalls
+from cluster.grpc_api.gateway import ForwardingInterceptor, ForwardingService
 from cluster.grpc_api.server import GrpcServer, ListenAddress
 from cluster.http.app import build_app
 from cluster.ingress.guard import RouterLossGuard
@@ -67,7 +67,7 @@ class LabRouter:
             response_retention=RETENTION,
             copies=AnswerCopies([self.dispatcher], RETENTION),
         )
-        self.letting_go = LetGo(CarriedCalls(self.app, grpc_services(models, metrics)))
+        self.letting_go = LetGo(ForwardedCalls(self.app, grpc_services(models, metrics)))
         self._app = IngressCheck(self.letting_go, self._lab.router_wait)
         self._server = ExchangeServer(self._answer)
         self.known = KnownRouter(self.name, await self._server.address("127.0.0.1"))
@@ -195,8 +195,8 @@ class RouterLab:
                 await replica.close()
 
     async def _start_grpc(self, guard: ASGIApp, pool: RouterPool) -> int:
-        service = CarryingService(guard, lambda: pool.routers)
-        server = GrpcServer(ListenAddress(), service, CarryingDoor(Tenancy(), service), LIMIT)
+        service = ForwardingService(guard, lambda: pool.routers)
+        server = GrpcServer(ListenAddress(), service, ForwardingInterceptor(Tenancy(), service), LIMIT)
         await server.start()
         self._stack.push_async_callback(server.stop, 0)
         return server.port

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from cluster.errors import ApiError
-from cluster.grpc_api.carried import CarriedCalls
+from cluster.grpc_api.forwarded import ForwardedCalls
 from cluster.grpc_api.rpc import exchange
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
@@ -56,7 +56,7 @@ async def test_a_stream_is_what_it_would_have_been(tmp_path, kind):
 
 
 async def test_a_router_that_cannot_go_on_with_a_call_now_is_not_the_last_one_asked(tmp_path, monkeypatch):
-    refusals, call = [], CarriedCalls._call
+    refusals, call = [], ForwardedCalls._call
 
     async def refuse_once(self, asked, body, context):
         if context._continues and not refusals:
@@ -66,7 +66,7 @@ async def test_a_router_that_cannot_go_on_with_a_call_now_is_not_the_last_one_as
         else:
             await call(self, asked, body, context)
 
-    monkeypatch.setattr(CarriedCalls, "_call", refuse_once)
+    monkeypatch.setattr(ForwardedCalls, "_call", refuse_once)
     async with RouterLab(tmp_path, gateway=True) as lab, connected(lab) as stub:
         undisturbed = await told(stub, "generate")
         last = {router: router.said + 20 for router in lab.routers}

@@ -1,4 +1,4 @@
-"""gRPC calls that a gateway carries to a router, as exchanges whose answers are gRPC-Web's (`web_frames`)."""
+"""gRPC calls that a gateway forwards to a router, as exchanges whose answers are gRPC-Web's (`web_frames`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cluster.http.asgi import disconnected
 from cluster.ingress.exchange import CALL
 
 
-class CarriedCalls:
+class ForwardedCalls:
     """The app itself, which answers calls of gRPC, too, where a gateway brings them (ASGI)."""
 
     def __init__(self, app: ASGIApp, services: GrpcServices) -> None:
@@ -39,7 +39,7 @@ class CarriedCalls:
             self._service.close()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context = CarriedContext(scope, send)
+        context = ForwardedContext(scope, send)
         body = await _body(receive)
         if body is None:
             return
@@ -55,7 +55,7 @@ class CarriedCalls:
                 one.cancel()
             await asyncio.gather(work, left, return_exceptions=True)
 
-    async def _call(self, call: Mapping[str, Any], body: bytes, context: CarriedContext) -> None:
+    async def _call(self, call: Mapping[str, Any], body: bytes, context: ForwardedContext) -> None:
         """Run one method; whatever it raises becomes the status."""
         method = call["method"]
         refused = refusal(self._services.tenancy, method, context.invocation_metadata())
@@ -84,7 +84,7 @@ async def _body(receive: Receive) -> bytes | None:
     return b"".join(parts)
 
 
-class CarriedContext:
+class ForwardedContext:
     """What a method knows of its call (`cluster.grpc_api.rpc.RpcContext`)."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
