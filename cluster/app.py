@@ -63,7 +63,7 @@ def build_version(args: Mapping[str, Any], versions: Mapping[str, str]) -> Appli
     `serve.run` leaves copies alone whose version is the one that it deploys. An app from a config file has the
     version that Serve makes of the file instead. Raises as `build`.
     """
-    app = parse_app(args)
+    app = parse_app(args).behind(SERVE)
     names = deployment_names(app)
     # The name travels, not the folder: each node finds its own copy.
     settings = [asdict(replace(config, served_model_name=config.names)) for config in app.models]

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from cluster.config import ClusterConfig, ServedModelConfig, parse_config, refuse_unknown
+from cluster.config_values import AUTO
 from engine.errors import ConfigError
 
 PER_MODEL = tuple(f.name for f in fields(ServedModelConfig))
@@ -41,6 +42,10 @@ class AppConfig:
     def with_shared(self, **settings: Any) -> AppConfig:
         """Return a copy with other settings of the app."""
         return replace(self, models=tuple([replace(config, **settings) for config in self.models]))
+
+    def behind(self, ingress: str) -> AppConfig:
+        """Return a copy with `ingress` where the settings leave the choice (`auto`)."""
+        return self if self.shared.ingress != AUTO else self.with_shared(ingress=ingress)
 
     def settings(self) -> dict[str, Any]:
         """Return what `parse_app` makes this of."""

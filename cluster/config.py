@@ -128,6 +128,7 @@ class ClusterConfig(ServedModelConfig):
     routers: copies of the front end.
     ingress: what stands before the routers: `serve`, the proxy of Ray Serve; `gateway`, as many gateways as there are
         routers, which listen themselves; or `haproxy`, which Ray must be started with, with gateways behind it.
+        `auto` is `gateway` on a Ray that `squadron serve` starts, and `serve` elsewhere.
     host / port: where the ingress listens for HTTP. Loopback by default.
     grpc_port: where each router, or each gateway where there are any, listens for gRPC, on `host` of its own node,
         where they share it. None = not.
@@ -167,7 +168,7 @@ class ClusterConfig(ServedModelConfig):
     """
 
     routers: Count = 1
-    ingress: Annotated[str, one_of(INGRESSES)] = "serve"
+    ingress: Annotated[str, one_of(INGRESSES)] = "auto"
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     grpc_port: Annotated[int, Field(ge=0, le=65535)] | None = None

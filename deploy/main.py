@@ -14,6 +14,7 @@ from rich.text import Text
 
 from cluster.app_config import AppConfig
 from cluster.batch.io.paths import is_url, local_path
+from cluster.config_values import GATEWAY, HAPROXY, SERVE
 from deploy.batch.flags import BatchCommand, batch
 from deploy.cli.flags import OF_A_SERVICE, PLANNED, ServeCommand, all_but, in_flags, merge_settings, with_settings
 from deploy.cli.keys import keys, with_key_file
@@ -90,15 +91,16 @@ def serve(
     environment = Environment.read()
     if model is not None:
         chosen["model"] = model
-    settings = merge_settings(config, _keys_of(environment) | chosen)
-    with_keys = with_key_file(_with_batch_dir(settings), local=environment.ray_address is None)
+    own_ray = environment.ray_address is None
+    settings = merge_settings(config, _keys_of(environment) | chosen).behind(GATEWAY if own_ray else SERVE)
+    with_keys = with_key_file(_with_batch_dir(settings), local=own_ray)
     if dry_run:
         from deploy.cli.dry_run import describe_plans, make_plans
 
         print(describe_plans(settings, make_plans(settings)))
         return
     ray_address = prepare_ray(environment.ray_address)
-    with_haproxy = ray_address is None and with_keys.shared.ingress == "haproxy"
+    with_haproxy = own_ray and with_keys.shared.ingress == HAPROXY
     haproxy = prepare_haproxy(with_keys.shared) if with_haproxy else None
     try:
         from deploy.serve.command import Options, serve_app

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.live import Live
 
 from cluster.app_config import AppConfig, parse_app
+from cluster.config_values import GATEWAY
 from deploy.cli.processes import SIGNALS, Interrupted, Interrupts
 from deploy.failover.board import Board, StreamState, line, screen
 from deploy.failover.killer import Killer
@@ -85,6 +86,7 @@ def _config(options: FailoverOptions) -> AppConfig:
             "model": "demo",
             "device": "cpu",
             "dtype": "float32",
+            "ingress": GATEWAY,
             "port": 0,
             "replicas": options.replicas,
             "tensor_parallel_size": options.tensor_parallel_size,

@@ -80,13 +80,16 @@ def check_capacity(placement: AppResources, free: dict[str, float], total: dict[
     """Raise `ConfigError` with the numbers when the app does not fit. `free`, `total`: Ray's resources by kind."""
     ranks = [f"{count(one.replicas, 'replica')} x {count(len(one.bundles), 'rank')}" for one in placement.models]
     on_cpus = [f"{text} x {one.bundles[0]['CPU']:g}" for text, one in zip(ranks, placement.models, strict=True)]
-    routers = count(placement.routers, "router")
+    beside = [count(placement.routers, "router")]
+    if placement.gateways:
+        beside.append(count(placement.gateways, "gateway"))
+    *most, last = [*on_cpus, *beside]
     needs = (
         ("GPU", placement.gpus, f"{', '.join(ranks)} need {placement.gpus:g}", "or run on CPUs with --device cpu"),
         (
             "CPU",
             placement.cpus,
-            f"{', '.join(on_cpus)} and {routers} need {placement.cpus:g}",
+            f"{', '.join(most)} and {last} need {placement.cpus:g}",
             "or lower --cpus-per-worker",
         ),
     )

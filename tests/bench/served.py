@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from cluster.config import parse_config
-from cluster.config_values import GATEWAY, INGRESSES
+from cluster.config_values import GATEWAY, HAPROXY, SERVE
 from deploy.demo import demo_model_path
 from deploy.serve.haproxy import prepare_haproxy
 from engine.config import EngineConfig
@@ -47,7 +47,7 @@ PROMPT_TOKENS = 128
 OUTPUT_TOKENS = 200
 STREAMS = (1, 8, 32)
 HEALTH_ROUNDS = 200
-NAMES = {"serve": "served", "haproxy": "haproxy", "gateway": "gateway"}  # of figures, by ingress
+NAMES = {SERVE: "served", HAPROXY: "haproxy", GATEWAY: "gateway"}  # of figures, by ingress
 NUM_THREADS = 1  # what Ray gives to a replica with `--cpus-per-worker 1`
 ARRIVAL_ROUNDS = 5
 Figures = dict[str, float]
@@ -162,7 +162,7 @@ def _named(what: str, streams: int, firsts: list[float], rates: list[float]) -> 
     }
 
 
-def measure(rounds: int = 40, ingresses: Sequence[str] = INGRESSES) -> Figures:
+def measure(rounds: int = 40, ingresses: Sequence[str] = tuple(NAMES)) -> Figures:
     """Return the figures by name, and what is added: milliseconds to the first token, share of the tokens/s."""
     figures: Figures = {}
     offered: dict[str, Arrivals] = {"engine": {streams: [0.0] * streams for streams in STREAMS}}
@@ -179,7 +179,7 @@ def measure(rounds: int = 40, ingresses: Sequence[str] = INGRESSES) -> Figures:
         for streams in STREAMS if alone in offered else ():
             added = figures[f"{name}_ttft_ms_{streams}"] - figures[f"{alone}_ttft_ms_{streams}"]
             share = figures[f"{name}_tokens_per_s_{streams}"] / figures[f"{alone}_tokens_per_s_{streams}"]
-            figures[f"{'router' if ingress == 'serve' else name}_added_ttft_ms_{streams}"] = added
+            figures[f"{'router' if ingress == SERVE else name}_added_ttft_ms_{streams}"] = added
             figures[f"{name}_share_of_engine_{streams}"] = share
     return figures
 
@@ -199,7 +199,7 @@ def _in_a_process(target: Callable[..., None], *arguments: object) -> Any:
 def serve_and_ask(rounds: int, ingress: str, pipe: Connection) -> None:
     """Start Ray and the app; send figures and when requests come to the engine, None without the ingress."""
     try:
-        haproxy = prepare_haproxy(parse_config({"model": "demo"})) if ingress == "haproxy" else None
+        haproxy = prepare_haproxy(parse_config({"model": "demo"})) if ingress == HAPROXY else None
     except ConfigError as error:
         print(f"not measured: {error}")
         pipe.send(None)
@@ -263,7 +263,7 @@ def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--ingress", nargs="+", choices=INGRESSES, default=INGRESSES)
+    parser.add_argument("--ingress", nargs="+", choices=tuple(NAMES), default=tuple(NAMES))
     given = parser.parse_args()
     for name, value in measure(given.rounds, given.ingress).items():
         print(f"{name:40} {value:12.2f}")

@@ -13,6 +13,8 @@ from tests.chaos.test_kills import structured
 from tests.e2e.harness import App, eventually, gone, kill, router_processes
 
 TOKENS = 100
+STREAMS = 8
+BLOCK = 16  # tokens, `--block-size`
 MESSAGES: list[Any] = [{"role": "user", "content": "Write a function."}]
 LONG = {"ignore_eos": True}
 Heard = Callable[[], None]
@@ -111,3 +113,41 @@ async def test_every_kind_of_answer_outlives_its_router(demo_app: App) -> None:
     demo_app.wait_whole()
     eventually(lambda: demo_app.metric("squadron_kv_cache_usage_perc") == 0, "all blocks are free")
     assert gone(victim.pid)
+
+
+async def test_the_next_router_goes_on_where_the_blocks_are(demo_app: App) -> None:
+    """A replica computes nothing again but what did not fill a block when the router died."""
+    demo_app.wait_whole()
+
+    def computed() -> float:
+        return demo_app.metric("squadron_engine_prompt_tokens_total") - demo_app.metric(
+            "squadron_prefix_cache_hits_total"
+        )
+
+    async def stream(client: openai.AsyncOpenAI, number: int, heard: Heard) -> tuple[str, int]:
+        text, asked = "", 0
+        options: Any = {"include_usage": True}
+        prompt = f"# {number}\n" + f"def f{number}(x):\n    return x + {number}\n" * 25
+        async for chunk in await client.completions.create(
+            model="demo", prompt=prompt, temperature=0, max_tokens=300, stream=True, stream_options=options,
+            extra_body=LONG,
+        ):  # fmt: skip
+            heard()
+            text += "".join(choice.text for choice in chunk.choices)
+            asked = chunk.usage.prompt_tokens if chunk.usage else asked
+        return text, asked
+
+    async def streams(heard: Heard) -> list[tuple[str, int]]:
+        async with openai.AsyncOpenAI(base_url=f"{demo_app.url}/v1", api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(stream(client, number, heard) for number in range(STREAMS)))
+
+    before = computed()
+    victim = router_processes()[0]
+    strike = Strike(STREAMS * 100, lambda: kill(victim))
+    disturbed = await streams(strike)
+    assert strike.at, "all was answered before the kill"
+    demo_app.wait_whole()
+    prompts = sum(asked for _, asked in disturbed)
+    again = computed() - before - prompts
+    assert again <= STREAMS * BLOCK, f"{again:g} tokens were computed again, of {prompts} and {STREAMS * 300}"
+    assert await streams(lambda: None) == disturbed

@@ -31,6 +31,8 @@ from tests.e2e.behind_ingress import (
 from tests.e2e.command import LEAK_SECONDS, Command, url_of
 from tests.e2e.harness import eventually
 
+pytestmark = pytest.mark.timeout(420)  # a server starts, on a machine that others may use as well
+
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:

@@ -22,6 +22,8 @@ from tests.chaos.batch import write_rows
 from tests.e2e.command import LEAK_SECONDS, START_SECONDS, Command, url_of
 from tests.e2e.harness import answers, eventually
 
+pytestmark = pytest.mark.timeout(420)  # a server starts, on a machine that others may use as well
+
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -20,6 +20,7 @@ LIMIT = (
 )
 # Bytes that may stay allocated after a test: what libraries keep for each stream. A file's tests leave next to none.
 LEFT_BY_TEST, LEFT_BY_FILE = 256 << 20, 64 << 20
+HERE = Path(__file__).parent
 LAST = "test_footprint.py"  # takes nearly all memory
 STDERR = pytest.StashKey[int]()
 
@@ -45,12 +46,17 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path == Path(__file__).with_name(LAST))
+    items.sort(key=lambda item: item.path == HERE / LAST)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """End the process, all stacks told, where a test takes too long: nothing else ends a wait for a hung GPU."""
+    """End the process, all stacks told, where a test takes too long: nothing else ends a wait for a hung GPU.
+
+    pytest asks this hook for the tests of all folders.
+    """
+    if not item.path.is_relative_to(HERE):
+        return (yield)
     mark = item.get_closest_marker("limit")
     seconds = mark.args[0] if mark else LIMIT
     faulthandler.dump_traceback_later(seconds, exit=True, file=item.config.stash[STDERR])

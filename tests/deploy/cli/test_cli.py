@@ -188,6 +188,9 @@ def test_a_cluster_too_small_is_refused_with_the_numbers():
     check_capacity(placement, {"CPU": 4.25}, {"CPU": 8.0})
     with pytest.raises(ConfigError, match=r"4 of 8 CPUs free, but 2 replicas x 2 ranks x 1 and 1 router need 4.25"):
         check_capacity(placement, {"CPU": 4.0}, {"CPU": 8.0})
+    behind = app_resources(app.with_shared(routers=2, ingress="gateway"), lambda _: False)
+    with pytest.raises(ConfigError, match=r"2 replicas x 2 ranks x 1, 2 routers and 2 gateways need 5;"):
+        check_capacity(behind, {"CPU": 4.75}, {"CPU": 8.0})
     with pytest.raises(ConfigError, match=r"0 of 0 GPUs free.*need 4.*--device cpu"):
         check_capacity(app_resources(app, lambda _: True), {"CPU": 64.0}, {"CPU": 64.0})
 

@@ -90,9 +90,17 @@ def test_flags_reach_the_configuration_with_their_types(run, served):
         enforce_eager=True,
         async_scheduling=False,
         quantization="int8",
+        ingress="gateway",  # as no cluster is joined
     )
     assert options.wait_for_nodes
     assert options.ray_address is None
+
+
+def test_gateways_stand_before_a_ray_of_its_own_and_serves_proxy_in_one_that_is_joined(run, served, monkeypatch):
+    assert run("serve", "demo")[0] == run("serve", "demo", "--ingress", "serve")[0] == 0
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert run("serve", "demo")[0] == run("serve", "demo", "--ingress", "gateway")[0] == 0
+    assert [config.ingress for config, _ in served] == ["gateway", "serve", "serve", "gateway"]
 
 
 def test_sizes_apart_by_commas_are_numbers(run, served, tmp_path):

@@ -172,7 +172,7 @@ def test_a_folder_too_deep_for_sockets_names_what_to_set(monkeypatch, tmp_path) 
 
 def test_another_ingress_is_refused_by_name() -> None:
     with pytest.raises(
-        ConfigError, match=r"^ingress: must be one of serve, haproxy, gateway, not 'nginx'$"
+        ConfigError, match=r"^ingress: must be one of auto, serve, haproxy, gateway, not 'nginx'$"
     ) as caught:
         parse_config({"model": "demo", "ingress": "nginx"})
     assert caught.value.flag == "ingress"
