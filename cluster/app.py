@@ -17,9 +17,9 @@ from ray.serve.schema import LoggingConfig
 
 from cluster.app_config import parse_app
 from cluster.config import NO_KEYS, ClusterConfig, scaling_settings
-from cluster.config_values import GATEWAY, SERVE
+from cluster.config_values import GATEWAY, HAPROXY, SERVE
 from cluster.deployments.batches import Batches
-from cluster.deployments.gateway import Gateway, GatewayBehindProxy
+from cluster.deployments.gateway import Gateway, GatewayBehindProxy, GrpcGateway
 from cluster.deployments.replica import Replica
 from cluster.deployments.router import Router, RouterBehindGateway
 from cluster.lifecycle.leases import LeaseRequestRouter
@@ -33,6 +33,7 @@ from engine.loader.fingerprint import model_fingerprint
 
 ROUTER = "Router"
 GATEWAYS = "Gateway"
+GATEWAY_KINDS = {SERVE: GrpcGateway, HAPROXY: GatewayBehindProxy, GATEWAY: Gateway}  # by what takes HTTP
 BATCHES = "Batches"
 # Serve's own limits must never be what holds a request back: admission is the router's job.
 UNLIMITED_REQUESTS = 100_000
@@ -82,11 +83,13 @@ def build_version(args: Mapping[str, Any], versions: Mapping[str, str]) -> Appli
     batches = None
     if app.shared.batch_dir is not None:
         batches = _versioned(_batches(app.shared), versions).bind(settings, replicas)
-    routers = router.bind(settings, replicas, BuiltOf(app.settings(), versions), batches)
-    if shared.ingress == SERVE:
-        return routers
+    beside = [replicas, BuiltOf(app.settings(), versions), batches]
+    if not shared.gateways:
+        return router.bind(settings, *beside)
     gateway = _versioned(_gateway(shared, surge(shared.routers)), versions)
-    return gateway.bind(settings[0], routers)
+    if shared.ingress == SERVE:
+        return router.bind(settings, *beside, gateway.bind(settings[0], ROUTER))
+    return gateway.bind(settings[0], router.bind(settings, *beside))
 
 
 def logging_config(log_format: str) -> LoggingConfig:
@@ -150,15 +153,13 @@ def _replica(config: ClusterConfig, name: str, bundles: Sequence[dict[str, float
 
 
 def _router(config: ClusterConfig, surge: int) -> serve.Deployment:
-    front = _front(config, surge)
-    if config.ingress == SERVE:
-        return front(Router, name=ROUTER, ray_actor_options={"num_cpus": ROUTER_CPUS})
-    cpus = {"num_cpus": ROUTER_CPUS}
-    return front(RouterBehindGateway, name=ROUTER, ray_actor_options=cpus, request_router_config=_LEASES)
+    kind = Router if config.ingress == SERVE else RouterBehindGateway
+    found_by = {"request_router_config": _LEASES} if config.gateways else {}
+    return _front(config, surge)(kind, name=ROUTER, ray_actor_options={"num_cpus": ROUTER_CPUS}, **found_by)
 
 
 def _gateway(config: ClusterConfig, surge: int) -> serve.Deployment:
-    kind = Gateway if config.ingress == GATEWAY else GatewayBehindProxy
+    kind = GATEWAY_KINDS[config.ingress]
     return _front(config, surge)(kind, name=GATEWAYS, ray_actor_options={"num_cpus": GATEWAY_CPUS})
 
 

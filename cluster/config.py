@@ -14,6 +14,8 @@ from cluster.config_values import (
     DEFAULT_TTFT,
     EXACT,
     FAILURE_ACTIONS,
+    GATEWAY,
+    HAPROXY,
     INGRESSES,
     LOG_FORMATS,
     MAX_FILE_BYTES,
@@ -202,6 +204,11 @@ class ClusterConfig(ServedModelConfig):
     def keyed(self) -> bool:
         """Whether clients need a key."""
         return self.api_key is not None or self.api_key_file is not None
+
+    @property
+    def gateways(self) -> int:
+        """How many gateways there are before the routers: for clients' connections, or for those of gRPC alone."""
+        return self.routers if self.ingress in (GATEWAY, HAPROXY) or self.grpc_port is not None else 0
 
 
 def parse_config(values: Mapping[str, Any]) -> ClusterConfig:

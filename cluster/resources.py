@@ -12,7 +12,6 @@ from hashlib import sha256
 
 from cluster.app_config import AppConfig
 from cluster.config import ClusterConfig
-from cluster.config_values import GATEWAY, HAPROXY
 
 ROUTER_CPUS = 0.25
 GATEWAY_CPUS = 0.25
@@ -77,7 +76,7 @@ def app_resources(app: AppConfig, use_gpu: Callable[[ClusterConfig], bool]) -> A
         tuple([model_resources(one, use_gpu(one)) for one in app.models]),
         app.shared.routers,
         app.shared.batch_dir is not None,
-        app.shared.routers if app.shared.ingress in (GATEWAY, HAPROXY) else 0,
+        app.shared.gateways,
     )
 
 

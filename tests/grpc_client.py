@@ -1,11 +1,11 @@
-"""A gRPC server around a fake source, and a client as somebody would write one: stubs, metadata, typed errors."""
+"""A gateway before a router with a fake source, and a client of it: stubs, metadata, typed errors."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
@@ -15,7 +15,7 @@ from cluster.admission.tenants import Tenancy
 from cluster.grpc_api.forwarded import ForwardedCalls
 from cluster.grpc_api.gateway import ForwardingInterceptor, ForwardingService
 from cluster.grpc_api.rpc import GrpcMetrics
-from cluster.grpc_api.server import GrpcServer, ListenAddress, inference_server
+from cluster.grpc_api.server import GrpcServer, ListenAddress
 from cluster.grpc_api.service import GrpcServices
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
@@ -29,16 +29,6 @@ from cluster.telemetry.metrics import Metrics
 from tests.openai_app import front_for
 
 LIMIT = 64 * 1024
-
-
-@dataclass
-class Carrier:
-    """How calls come to the servers that tests start: straight, or by way of a gateway."""
-
-    gateway: bool = False
-
-
-carrier = Carrier()
 
 
 @dataclass
@@ -162,19 +152,15 @@ async def serving_grpc(
 def grpc_services(
     models: Models, metrics: Metrics, tenancy: Tenancy | None = None, limit: int = LIMIT
 ) -> GrpcServices:
-    """What a server is made of."""
+    """What a router answers calls with."""
     return GrpcServices(models, tenancy or Tenancy(), GrpcMetrics(metrics).answered, limit)
 
 
 @contextlib.asynccontextmanager
-async def running_grpc(services: GrpcServices, metrics: Metrics, **changes) -> AsyncIterator[Served]:
-    """Serve on a free loopback port. changes: of the services."""
-    services = replace(services, **changes)
+async def running_grpc(services: GrpcServices, metrics: Metrics) -> AsyncIterator[Served]:
+    """Serve on a free loopback port."""
     async with contextlib.AsyncExitStack() as stack:
-        if carrier.gateway:
-            server = await stack.enter_async_context(_gateway(services))
-        else:
-            server = inference_server(ListenAddress(), services)
+        server = await stack.enter_async_context(gateway_of(services))
         await server.start()
         stack.push_async_callback(server.stop, 0)
         options = [("grpc.max_send_message_length", -1)]
@@ -183,15 +169,15 @@ async def running_grpc(services: GrpcServices, metrics: Metrics, **changes) -> A
 
 
 @contextlib.asynccontextmanager
-async def _gateway(services: GrpcServices) -> AsyncIterator[GrpcServer]:
-    """A gateway's server before a router that has the services."""
+async def gateway_of(services: GrpcServices, port: int = 0) -> AsyncIterator[GrpcServer]:
+    """A gateway's server, not started yet, before a router that has the services. port: 0 = any that is free."""
     exchanges = ExchangeServer(IngressCheck(ForwardedCalls(Starlette(), services)))
     pool = RouterPool("gateway", patience=10)
     holding = asyncio.create_task(pool.hold(KnownRouter("router", await exchanges.address("127.0.0.1"))))
     service = ForwardingService(RouterLossGuard(pool), lambda: pool.routers)
     door = ForwardingInterceptor(services.tenancy, service)
     try:
-        yield GrpcServer(ListenAddress(), service, door, services.max_message_bytes)
+        yield GrpcServer(ListenAddress(port=port), service, door, services.max_message_bytes)
     finally:
         await exchanges.close()
         await holding

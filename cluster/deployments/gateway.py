@@ -68,6 +68,15 @@ class GatewayHost:
             raise ReplicaStartError.of(error) from error
         return app
 
+    def _start_grpc(self) -> None:
+        if self._grpc is not None:
+            self._grpc_start = asyncio.create_task(self._grpc.start())
+
+    async def _stop_grpc(self) -> None:
+        grpc: GrpcServer | None = getattr(self, "_grpc", None)  # none where the start failed
+        if grpc is not None:
+            await grpc.stop(self._grace)
+
 
 @serve.ingress()
 class GatewayBehindProxy(GatewayHost):
@@ -77,6 +86,20 @@ class GatewayBehindProxy(GatewayHost):
         """Return the application (called by Serve on this copy's event loop)."""
         app, grpc = self.build(), self._grpc
         return app if grpc is None else BesideHttp(app, grpc, self._grace)
+
+
+class GrpcGateway(GatewayHost):
+    """A gateway for gRPC alone, beside Serve's proxy."""
+
+    def __init__(self, settings: dict[str, Any], routers: str) -> None:
+        """routers: the name of their deployment, which is bound to this one and so cannot be bound here."""
+        super().__init__(settings, serve.get_deployment_handle(routers))
+        self.build()
+        self._start_grpc()
+
+    async def __del__(self) -> None:
+        """Take nothing new, let calls finish, and end (called by Serve)."""
+        await self._stop_grpc()
 
 
 class Gateway(GatewayHost):
@@ -89,8 +112,7 @@ class Gateway(GatewayHost):
             self._server = HttpServer(self.build(), config.host, config.port, self._grace)
         except SquadronError as error:
             raise ReplicaStartError.of(error) from error
-        if self._grpc is not None:
-            self._grpc_start = asyncio.create_task(self._grpc.start())
+        self._start_grpc()
         logger.info("HTTP listens on %s port %d", config.host, self._server.port)
 
     def check_health(self) -> None:
@@ -102,5 +124,4 @@ class Gateway(GatewayHost):
         """Take nothing new, let exchanges and calls finish, and end (called by Serve)."""
         server: HttpServer | None = getattr(self, "_server", None)
         if server is not None:
-            grpc = self._grpc.stop(self._grace) if self._grpc is not None else asyncio.sleep(0)
-            await asyncio.gather(server.stop(), grpc)
+            await asyncio.gather(server.stop(), self._stop_grpc())

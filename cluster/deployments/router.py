@@ -28,11 +28,10 @@ from cluster.admission.tenants import Tenancy
 from cluster.batch.server.root import open_root
 from cluster.batch.server.store import Store
 from cluster.config import NO_KEYS, ClusterConfig, resolve_config
-from cluster.config_values import GATEWAY, SERVE
+from cluster.config_values import GATEWAY
 from cluster.errors import ReplicaStartError
 from cluster.grpc_api.forwarded import ForwardedCalls
 from cluster.grpc_api.rpc import GrpcMetrics
-from cluster.grpc_api.server import BesideHttp, GrpcServer, ListenAddress, inference_server
 from cluster.grpc_api.service import GrpcServices
 from cluster.http.app import build_app
 from cluster.http.sites import Sites
@@ -72,10 +71,11 @@ LINK_PATIENCE = 5.0  # seconds that a gateway may hold a lease without a connect
 
 @dataclass(frozen=True, slots=True)
 class OtherRouters:
-    """The routers of an app beside the one that asks. `deployment`: their name."""
+    """The routers of an app beside the one that asks. `deployment`: their name. `replicas`: deployments of models."""
 
     app: str
     deployment: str
+    replicas: tuple[str, ...]
 
     def count(self) -> int:
         """Return how many serve; 0 also where no replica is there or on its way, for which one could wait.
@@ -89,7 +89,7 @@ class OtherRouters:
             return 0
         if state is None:
             return 0
-        replicas = [one for name, one in state.deployments.items() if name != self.deployment]
+        replicas = [one for name, one in state.deployments.items() if name in self.replicas]
         for one in replicas:
             if one.update_failed:
                 raise UpdateFailedError(f"the new version does not start: {one.reason}")
@@ -117,7 +117,8 @@ class RouterHost:
     """Serve builds one per router copy. It holds no state that a client's retry could not rebuild.
 
     settings / replicas: of each model, alike in all settings that concern the app. built_of: what `cluster.app` made
-    the app of. batches: runs what clients leave at `/v1/batches`; it finds it by itself.
+    the app of. batches: runs what clients leave at `/v1/batches`. gateways: of gRPC, beside Serve's proxy. Both find
+    this deployment by themselves; a part of the app is what is bound here.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class RouterHost:
         replicas: list[DeploymentHandle[Any]],
         built_of: BuiltOf,
         batches: DeploymentHandle[Any] | None = None,
+        gateways: DeploymentHandle[Any] | None = None,
     ) -> None:
         self._router_id = uuid4().hex
         log_to_serve(log_format=settings[0]["log_format"], process={"router": self._router_id})
@@ -141,7 +143,8 @@ class RouterHost:
             raise ReplicaStartError.of(error) from error
         self._replicas = replicas
         context = serve.get_replica_context()
-        self._others = OtherRouters(context.app_name, context.deployment)
+        names = tuple([one.deployment_name for one in replicas])
+        self._others = OtherRouters(context.app_name, context.deployment, names)
         deployed = DeployedApp(context.app_name, context.deployment, context.replica_id.unique_id, built_of)
         memory = AppMemory(context.app_name)
         self._rollback = Rollback(deployed, memory)
@@ -170,7 +173,7 @@ class RouterHost:
         ]
         models = Models([live.front for live in self._live])
         metrics.register(StartCollector(self._deployments(), lambda: self._watch.picture))
-        app = build_app(
+        front = build_app(
             models,
             metrics,
             self._ready,
@@ -185,28 +188,38 @@ class RouterHost:
         )
         publisher = RayPublisher((Source.ROUTER,), {"router": self._router_id}, config.metrics_compat is not None)
         Publishing(on_loop(metrics.registry.collect), publisher, publish_period()).start()
-        whole = app if self._tracing is None else self._tracing.app(app)
+        whole = front if self._tracing is None else self._tracing.app(front)
         traced = None if self._tracing is None else self._tracing.rpc
         services = GrpcServices(models, tenancy, GrpcMetrics(metrics).answered, config.max_body_bytes, traced)
-        forwarded = config.grpc_port is not None and config.ingress != SERVE
-        letting_go = LetGo(ForwardedCalls(whole, services) if forwarded else whole)
+        letting_go = LetGo(whole if config.grpc_port is None else ForwardedCalls(whole, services))
         self._ingress = IngressCheck(letting_go, config.router_wait)
         self._leaving = asyncio.get_running_loop().create_task(self._leave(letting_go))
         settle_heap()
-        waiting = StartupWait(self._ingress, self._serving, self._others.count)
-        if config.grpc_port is None or forwarded:
-            return waiting
-        return BesideHttp(waiting, _grpc_server(config.host, config.grpc_port, services), config.drain_timeout)
+        app = StartupWait(self._ingress, self._serving, self._others.count)
+        self._exchanges = ExchangeServer(app)
+        return app
 
     async def _leave(self, letting_go: LetGo) -> None:
         """Let go of all answers once this router's node is to end and others serve."""
         await NodeEnd(partial(ends_soon, [own_node()])).wait()
         await until_others_serve(self._others.serving, stop_flag())
-        self._say_leaving()
+        self._exchanges.leave()  # Serve's proxies hear of it from Serve
         letting_go.let_go()
 
-    def _say_leaving(self) -> None:
-        """Tell those who bring requests; Serve's proxies hear of it from Serve."""
+    async def lease(self, gateway_id: str, node: str, watch: None = None) -> AsyncIterator[RouterAnnouncement]:
+        """Announce this router to a gateway; stays open until it lets go or one of the two is gone.
+
+        `watch` is for the gateway's side (`cluster.lifecycle.leases`), and None here.
+        """
+        address = await self._exchanges.address(listening_host(self._config.link_host, [node]))
+        yield RouterAnnouncement(self._router_id, serve.get_replica_context().replica_id.unique_id, address)
+        await self._exchanges.until_left(gateway_id, LINK_PATIENCE)
+
+    async def __del__(self) -> None:
+        """End (called by Serve once no gateway has a lease)."""
+        exchanges: ExchangeServer | None = getattr(self, "_exchanges", None)
+        if exchanges is not None:
+            await exchanges.close()
 
     def models(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the deployment of each model's replicas, and its settings without keys (asked by batches)."""
@@ -253,7 +266,7 @@ class RouterHost:
 
 @serve.ingress()
 class Router(RouterHost):
-    """A router whose requests come through Serve's own proxy."""
+    """A router whose requests come through Serve's own proxy, and calls of gRPC from gateways."""
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the front end (called by Serve on this replica's event loop)."""
@@ -265,31 +278,16 @@ class RouterBehindGateway(RouterHost):
 
     async def __init__(self, *args: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         super().__init__(*args)
-        app = self.build()
-        self._exchanges = ExchangeServer(app)
-        self._lifespan = LifespanOn(uvicorn.Config(app, lifespan="on", log_config=None))
+        self._lifespan = LifespanOn(uvicorn.Config(self.build(), lifespan="on", log_config=None))
         await self._lifespan.startup()
         if self._lifespan.should_exit:
             raise RuntimeError("the router did not start; its log has more")
 
-    async def lease(self, gateway_id: str, node: str, watch: None = None) -> AsyncIterator[RouterAnnouncement]:
-        """Announce this router to a gateway; stays open until it lets go or one of the two is gone.
-
-        `watch` is for the gateway's side (`cluster.lifecycle.leases`), and None here.
-        """
-        address = await self._exchanges.address(listening_host(self._config.link_host, [node]))
-        yield RouterAnnouncement(self._router_id, serve.get_replica_context().replica_id.unique_id, address)
-        await self._exchanges.until_left(gateway_id, LINK_PATIENCE)
-
     @override
-    def _say_leaving(self) -> None:
-        self._exchanges.leave()
-
     async def __del__(self) -> None:
         """End (called by Serve once no gateway has a lease)."""
-        exchanges: ExchangeServer | None = getattr(self, "_exchanges", None)
-        if exchanges is not None:
-            await exchanges.close()
+        await super().__del__()
+        if getattr(self, "_lifespan", None) is not None:
             await self._lifespan.shutdown()
 
 
@@ -316,10 +314,3 @@ def _router_tracing(config: ClusterConfig, router_id: str) -> RouterTracing | No
 def _store(config: ClusterConfig) -> Store | None:
     """Return where files and batches are kept; raises `ConfigError`."""
     return None if config.batch_dir is None else Store(open_root(config.batch_dir), config.max_file_bytes)
-
-
-def _grpc_server(host: str, port: int, services: GrpcServices) -> GrpcServer:
-    try:
-        return inference_server(ListenAddress(host, port), services)
-    except SquadronError as error:
-        raise ReplicaStartError.of(error) from error

@@ -1,15 +1,14 @@
-"""Who may call which method of gRPC, as its first metadata tells: before any of the request is read."""
+"""Who may call which method of gRPC, as its metadata tells: before any of the request is read."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import grpc
 
 from cluster.admission.tenants import Tenancy
 from cluster.errors import ApiError
-from cluster.grpc_api.rpc import Answered, Metadata, Traced, exchange, metadata_value
+from cluster.grpc_api.rpc import Metadata, metadata_value
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"]
@@ -36,30 +35,3 @@ def unknown(method: str) -> ApiError:
     """Return the error of a method that does not exist."""
     message = f"there is no method {method[:100]!r}; the service is {SERVICE.full_name}"
     return ApiError("not_found", message, status=501)
-
-
-class KeyInterceptor(grpc.aio.ServerInterceptor):
-    """Lets in who has a key, whatever is called."""
-
-    def __init__(self, tenancy: Tenancy, answered: Answered, traced: Traced | None = None) -> None:
-        self._tenancy = tenancy
-        self._answered = answered
-        self._traced = traced
-
-    async def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler | None:
-        """Return the method's handler, or one that refuses without reading the request."""
-        method = handler_call_details.method
-        error = refusal(self._tenancy, method, handler_call_details.invocation_metadata)
-        if error is not None:
-            return self._refusing(error, KNOWN.get(method, "other"))
-        handler = await continuation(handler_call_details)
-        return self._refusing(unknown(method), "other") if handler is None else handler
-
-    def _refusing(self, error: ApiError, name: str) -> grpc.RpcMethodHandler:
-        async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
-            async with exchange(name, context, self._answered, self._traced):
-                raise error
-
-        return grpc.stream_stream_rpc_method_handler(refuse)

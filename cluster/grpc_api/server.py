@@ -1,4 +1,4 @@
-"""The gRPC server of a router, or of a gateway: what is let in, and how it ends.
+"""The gRPC server of a gateway: what is let in, and how it ends.
 
 Serve's gRPC ingress is not used, for reasons that docs/guides/grpc.md gives: it listens on all interfaces, lets a
 slow reader fill the memory, and bounds no message.
@@ -16,8 +16,7 @@ from grpc_reflection.v1alpha import reflection
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiMessage
 
-from cluster.grpc_api.door import SERVICE, KeyInterceptor
-from cluster.grpc_api.service import GrpcServices, InferenceService
+from cluster.grpc_api.door import SERVICE
 from engine.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -31,7 +30,7 @@ IDLE_MS = 15 * 60_000  # and one that has had no call for so long; clients conne
 
 @dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """Where to listen. port: 0 = any free one. Routers of one machine share a port; a connection stays with one."""
+    """Where to listen. port: 0 = any free one. Gateways of one machine share a port; a connection stays with one."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -75,12 +74,6 @@ class GrpcServer:
         except RuntimeError as error:
             message = f"grpc_port: cannot listen on {self._address.text}; choose another port, or another host"
             raise ConfigError(message, "grpc_port") from error
-
-
-def inference_server(address: ListenAddress, services: GrpcServices) -> GrpcServer:
-    """Return a server of a router itself."""
-    keys = KeyInterceptor(services.tenancy, services.answered, services.traced)
-    return GrpcServer(address, InferenceService(services), keys, services.max_message_bytes)
 
 
 def _handlers(service: Any) -> grpc.GenericRpcHandler:

@@ -208,6 +208,11 @@ def router_processes(app: str = APP) -> list[psutil.Process]:
     return processes(f"ray::ServeReplica:{app}:Router")
 
 
+def gateway_processes() -> list[psutil.Process]:
+    """Processes of the gateways, oldest first."""
+    return processes(f"ray::ServeReplica:{APP}:Gateway")
+
+
 def routers_running(app: str = APP) -> int:
     """Return how many routers Serve says are running, those that have just died among them."""
     states = serve.status().applications[app].deployments["Router"].replica_states

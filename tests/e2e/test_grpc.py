@@ -1,4 +1,4 @@
-"""gRPC against a real Ray Serve app: the router's own server, two replicas, and a kill under streams."""
+"""gRPC against a real Ray Serve app: a gateway beside Serve's proxy, two replicas, and kills under streams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest_asyncio
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
 from tests.chaos.strike import Strike
-from tests.e2e.harness import App, kill, replica_processes, router_processes
+from tests.e2e.harness import App, gateway_processes, kill, replica_processes, router_processes
 from tests.grpc_client import Told, gathered, refusal_of
 
 STREAMS = 16
@@ -135,10 +135,22 @@ async def test_streams_survive_the_kill_of_a_replica_token_exact(demo_app: App, 
     await asyncio.to_thread(demo_app.wait_whole)
 
 
-async def test_a_killed_router_is_told_and_never_looks_like_an_end(demo_app: App, stub: InferenceStub) -> None:
+async def test_streams_outlive_the_only_router_token_exact(demo_app: App, stub: InferenceStub) -> None:
+    undisturbed = await streams(stub)
+    victim = router_processes()[0]
+    strike = Strike(10 * STREAMS, lambda: kill(victim))
+    disturbed = await streams(stub, strike)
+    assert strike.at, "the streams ended before the kill"
+    assert [one.token_ids for one in disturbed] == [one.token_ids for one in undisturbed]
+    assert [one.text for one in disturbed] == [one.text for one in undisturbed]
+    assert all(one.reasons == {0: pb.FINISH_REASON_LENGTH} for one in disturbed)
+    await asyncio.to_thread(demo_app.wait_whole)
+
+
+async def test_a_killed_gateway_is_told_and_never_looks_like_an_end(demo_app: App, stub: InferenceStub) -> None:
     call = stub.Generate(generate("def main():\n", max_tokens=1500, ignore_eos=True))
     assert (await call.read()).request_id
-    kill(router_processes()[0])
+    kill(gateway_processes()[0])
     with pytest.raises(grpc.RpcError) as caught:
         await gathered(call)
     assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
@@ -148,7 +160,6 @@ async def test_a_killed_router_is_told_and_never_looks_like_an_end(demo_app: App
         with suppress_unavailable():
             again = await gathered(stub.Generate(generate("import os\n"), wait_for_ready=True, timeout=60))
     assert again.usage is not None
-    await asyncio.to_thread(demo_app.wait_whole)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from cluster.admission.admission_queue import AdmissionQueue
 from cluster.admission.keys import FixedKeys, KeyEntry, KeyRing, Tenant, hash_key
 from cluster.admission.tenants import Tenancy
 from cluster.errors import ApiError
-from cluster.grpc_api.server import BesideHttp, ListenAddress, inference_server
+from cluster.grpc_api.server import BesideHttp
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
 from cluster.openai.served_model import ServedModel
@@ -20,10 +20,8 @@ from engine.errors import InvalidRequestError
 from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.fake_source import FakeSource
-from tests.grpc_client import Refusal, gathered, grpc_services, refusal_of, serving_grpc
+from tests.grpc_client import Refusal, gateway_of, gathered, grpc_services, refusal_of, serving_grpc
 from tests.openai_app import MODEL, app_for, front_for, saying, served_model
-
-pytestmark = pytest.mark.usefixtures("carried")
 
 ENDLESS = 10**6
 CHUNK = 2048  # tokens, of two bytes each
@@ -293,18 +291,17 @@ async def test_a_stopping_server_lets_streams_finish_and_takes_no_more(model):
     assert told.usage.completion_tokens == 6
 
 
-async def test_routers_of_one_machine_share_a_port_and_one_may_leave(model):
+async def test_gateways_of_one_machine_share_a_port_and_one_may_leave(model):
     source = saying(model, "fine")
     async with serving_grpc(source, model) as first:
-        address = ListenAddress(port=first.server.port)
         metrics = Metrics()
         models = Models([front_for(source, model, metrics, ready=lambda: False)])
-        second = inference_server(address, grpc_services(models, metrics))
-        await second.start()
-        await first.server.stop(0)
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{second.port}") as channel:
-            assert not (await InferenceStub(channel).Health(pb.HealthRequest(), timeout=5)).ready
-        await second.stop(0)
+        async with gateway_of(grpc_services(models, metrics), first.server.port) as second:
+            await second.start()
+            await first.server.stop(0)
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{second.port}") as channel:
+                assert not (await InferenceStub(channel).Health(pb.HealthRequest(), timeout=5)).ready
+            await second.stop(0)
 
 
 async def test_the_server_lives_as_long_as_the_http_app(model):

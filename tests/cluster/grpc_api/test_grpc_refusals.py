@@ -6,24 +6,21 @@ import time
 import grpc
 import pytest
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from starlette.applications import Starlette
 
 from cluster.admission.keys import FixedKeys, KeyEntry, KeyRing, Quota, Tenant, hash_key
 from cluster.admission.tenants import Tenancy
 from cluster.errors import STATUS_BY_CODE, ApiError
+from cluster.grpc_api.gateway import ForwardingInterceptor, ForwardingService
 from cluster.grpc_api.protobuf import parsed
 from cluster.grpc_api.rpc import status_code
-from cluster.grpc_api.server import ListenAddress, inference_server
+from cluster.grpc_api.server import GrpcServer, ListenAddress
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
-from cluster.router.models import Models
 from cluster.router.replica_set import ReplicaView
-from cluster.telemetry.metrics import Metrics
 from cluster.wire.messages import Load
 from engine.errors import ConfigError, InvalidRequestError
-from tests.fake_source import FakeSource
-from tests.grpc_client import LIMIT, gathered, grpc_services, refusal_of, serving_grpc
-from tests.openai_app import MODEL, front_for, saying, served_model
-
-pytestmark = pytest.mark.usefixtures("carried")
+from tests.grpc_client import LIMIT, gathered, refusal_of, serving_grpc
+from tests.openai_app import MODEL, saying, served_model
 
 INVALID, MISSING = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
 
@@ -338,14 +335,12 @@ def test_each_status_of_our_errors_has_a_code_of_its_own_meaning(status):
     assert (code == grpc.StatusCode.INTERNAL) == (status == 500)
 
 
-async def test_an_address_that_is_taken_is_told_by_the_flags_name(model):
-    source = FakeSource(lambda *_: [1])
-    metrics = Metrics()
-    services = grpc_services(Models([front_for(source, model, metrics)]), metrics)
+async def test_an_address_that_is_taken_is_told_by_the_flags_name():
+    service = ForwardingService(Starlette(), lambda: ())
     listener = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     async with listener:
         port = listener.sockets[0].getsockname()[1]
         with pytest.raises(ConfigError) as caught:
-            inference_server(ListenAddress(port=port), services)
+            GrpcServer(ListenAddress(port=port), service, ForwardingInterceptor(Tenancy(), service), LIMIT)
     assert caught.value.flag == "grpc_port"
     assert str(port) in str(caught.value)

@@ -14,8 +14,6 @@ from tests.fake_source import FakeSource
 from tests.grpc_client import LIMIT, gathered, serving_grpc
 from tests.openai_app import MODEL, app_for, client_for, saying, served_model
 
-pytestmark = pytest.mark.usefixtures("carried")
-
 TEXT = "hello 🐟 there, world"
 
 

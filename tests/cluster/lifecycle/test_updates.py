@@ -158,7 +158,7 @@ def test_a_status_message_is_told_in_one_line() -> None:
     assert one_line("") == ""
 
 
-ROUTERS = OtherRouters("squadron", "Router")
+ROUTERS = OtherRouters("squadron", "Router", ("Replica",))
 
 
 def picture(age=0.0, deployment="Router", **counts):
