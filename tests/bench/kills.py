@@ -4,8 +4,9 @@
     python -m tests.bench.kills --kills 200 [--seed 1] [--streams 32]        random kills under streams without end
     python -m tests.bench.kills --kills 200 --victims replica,rank,router    with two routers, which are killed too
     python -m tests.bench.kills --faults stall,cut --kills 100               the same with other faults than kills
+    python -m tests.bench.kills --kills 200 --ingress gateway                behind gateways of ours
 
-The demo model, two replicas, each a tensor-parallel pair, behind a real Serve proxy on loopback. Every stream is
+The demo model, two replicas, each a tensor-parallel pair, behind a real Serve proxy, or a gateway, on loopback. Every stream is
 compared, token by token, with an undisturbed run. `short` is a 200 that just ends, without an error and without a
 finish reason: what a client takes for an answer. `back` is the time until all replicas serve again.
 
@@ -31,13 +32,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
+from cluster.config_values import GATEWAY, SERVE
 from tests.bench.machine import provenance
 from tests.bench.random_faults import CUT, KILL, KINDS
 from tests.bench.random_kills import RandomKiller
 from tests.bench.siege import DIFFERS, RANK, REPLICA, ROUTER, SAME, VICTIMS, until_back, verdict
 from tests.bench.switchboard import Switchboard
 from tests.chaos.streams import BROKEN, ERROR, HANG, SHORT, WHOLE, client_of, greedy_or_seeded, read_all
-from tests.e2e.harness import App, deploy, kill, replica_processes, start_ray, start_serve
+from tests.e2e.harness import App, deploy, free_port, kill, replica_processes, start_ray, start_serve
 
 KILL_AFTER = 1.0  # seconds
 BACK_AT_MOST = 20.0  # seconds until all replicas serve again
@@ -72,7 +74,8 @@ def served_demo(board: Switchboard | None = None, **settings: Any) -> Iterator[A
     start_ray(runtime_env=board.runtime_env if board is not None else None)
     try:
         defaults = {"model": "demo", "replicas": 2, "tensor_parallel_size": 2, "cpus_per_worker": 0.5}
-        yield deploy(start_serve(), **defaults | settings)
+        port = free_port() if settings.get("ingress") == GATEWAY else start_serve()
+        yield deploy(port, **defaults | settings)
     finally:
         serve.shutdown()
         ray.shutdown()
@@ -144,6 +147,7 @@ def main() -> None:
     parser.add_argument("--faults", type=_kinds, default=(KILL,), help=f"kinds of them: some of {','.join(KINDS)}")
     named = f"kinds of processes to kill: some of {','.join(sorted(VICTIMS))}"
     parser.add_argument("--victims", type=_victims, default=(REPLICA, RANK), help=named)
+    parser.add_argument("--ingress", choices=(SERVE, GATEWAY), default=SERVE, help="what holds the connections")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
@@ -154,7 +158,7 @@ def main() -> None:
     routers = {"routers": 2} if ROUTER in options.victims else {}
     with ExitStack() as stack:
         board = stack.enter_context(Switchboard()) if CUT in options.faults else None
-        app = stack.enter_context(served_demo(board, **routers))
+        app = stack.enter_context(served_demo(board, ingress=options.ingress, **routers))
         if options.kills:
             run = options.kills, options.streams, options.tokens, options.seed, options.faults
             report = asyncio.run(RandomKiller(app, *run, board, options.victims).run())
