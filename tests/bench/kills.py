@@ -6,9 +6,9 @@
     python -m tests.bench.kills --faults stall,cut --kills 100               the same with other faults than kills
     python -m tests.bench.kills --kills 200 --ingress gateway                behind gateways of ours
 
-The demo model, two replicas, each a tensor-parallel pair, behind a real Serve proxy, or a gateway, on loopback. Every stream is
-compared, token by token, with an undisturbed run. `short` is a 200 that just ends, without an error and without a
-finish reason: what a client takes for an answer. `back` is the time until all replicas serve again.
+The demo model, two replicas, each a tensor-parallel pair, behind a real Serve proxy, or a gateway, on loopback. Every
+stream is compared, token by token, with an undisturbed run. `short` is a 200 that just ends, without an error and
+without a finish reason: what a client takes for an answer. `back` is the time until all replicas serve again.
 
 Faults: `kill` of a replica or rank; `stall`, one of these or a router is stopped (SIGSTOP) for 2 to 10 s, a router
 for 6 at most; `cut`, nothing comes through between a router and all replicas for 2 to 10 s. Without a kill every
