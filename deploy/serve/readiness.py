@@ -10,8 +10,9 @@ from typing import Any
 
 import httpx
 from ray import serve
-from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatus
 
+from cluster.app import GATEWAYS
 from cluster.errors import StartFailure, find_start_failure
 from deploy.cli.client import client_for
 from deploy.serve.environment import Environment
@@ -42,7 +43,7 @@ class Readiness:
         self._note = note
 
     def wait(self) -> list[dict[str, Any]]:
-        """Return what /ready says of each replica once all are ready. Raises `StartError`."""
+        """Return what /ready says of each replica once all are ready, and gateways. Raises `StartError`."""
         next_note = time.monotonic() + NOTE_SECONDS
         with self._client:
             while True:
@@ -51,7 +52,8 @@ class Readiness:
                     raise StartError(f"the app {self._name} was deleted while it started")
                 refuse_failed(status)
                 bodies = self._ready_replicas()
-                if not Counter(self._wanted) - Counter([str(body.get("model")) for body in bodies]):
+                missing = Counter(self._wanted) - Counter([str(body.get("model")) for body in bodies])
+                if not missing and gateways_serve(status):
                     return bodies
                 if time.monotonic() > next_note:
                     self._note(_pending(status))
@@ -85,6 +87,12 @@ def refuse_failed(status: ApplicationStatusOverview) -> None:
     if status.status in FAILED:
         logs = f"{Environment.read().ray_tmpdir or gettempdir()}/ray/session_latest/logs/serve"
         raise StartError(f"{_last_line(messages)} (Ray's logs have more: {logs})")
+
+
+def gateways_serve(status: ApplicationStatusOverview) -> bool:
+    """Whether all gateways take connections: those of gRPC alone are not asked for /ready."""
+    gateways = status.deployments.get(GATEWAYS)
+    return gateways is None or gateways.status is DeploymentStatus.HEALTHY
 
 
 def _sentence(failure: StartFailure) -> str:

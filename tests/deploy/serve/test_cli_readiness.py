@@ -1,6 +1,7 @@
 """How a failed start is told from Serve's status, and what the phase lines say."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from ray.serve.schema import (
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from cluster.errors import ReplicaStartError
 from deploy.serve.output import PhaseLog
-from deploy.serve.readiness import StartError, refuse_failed
+from deploy.serve.readiness import StartError, gateways_serve, refuse_failed
 from engine.errors import CheckpointError, ConfigError
 
 
@@ -28,6 +29,16 @@ def overview(message: str, status: ApplicationStatus = ApplicationStatus.DEPLOYI
     return ApplicationStatusOverview(
         status=status, message="", last_deployed_time_s=0.0, deployments={"Replica": deployment}
     )
+
+
+def test_gateways_are_waited_for_where_there_are_any():
+    starting = overview("")
+    assert gateways_serve(starting)
+    gateway = starting.deployments["Replica"]
+    starting.deployments["Gateway"] = gateway
+    assert not gateways_serve(starting)
+    starting.deployments["Gateway"] = replace(gateway, status=DeploymentStatus.HEALTHY)
+    assert gateways_serve(starting)
 
 
 def traceback_of(error: Exception) -> str:
