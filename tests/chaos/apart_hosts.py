@@ -89,7 +89,7 @@ class ThreeHosts:
         body: dict[str, object] = httpx.get(f"{url_of(host)}/ready", headers=HEADERS, timeout=10).json()
         return body
 
-    def wait_whole(self, timeout: float = 90.0) -> set[int]:
+    def wait_whole(self, timeout: float = 240.0) -> set[int]:
         """Wait until the proxies of both hosts reach a router that has both replicas; return these' processes."""
 
         def whole() -> list[set[int]] | None:

@@ -32,7 +32,7 @@ def test_a_batch_survives_its_driver_its_replicas_a_torn_write_and_a_full_disk(t
     assert report.killed[0] >= report.tokens
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(420)
 def test_a_second_driver_is_refused_and_ctrl_c_keeps_what_was_done_and_leaves_no_process(tmp_path):
     output = tmp_path / "out.jsonl"
     source = write_rows(tmp_path / "rows.jsonl", rows(400, 200))
@@ -40,7 +40,7 @@ def test_a_second_driver_is_refused_and_ctrl_c_keeps_what_was_done_and_leaves_no
     first = BatchProcess(*arguments, home=tmp_path)
     try:
         ledger = tmp_path / "out.jsonl.ledger"
-        assert until(lambda: any(path.stat().st_size for path in ledger.glob("rows-*.log")), 120), first.text
+        assert until(lambda: any(path.stat().st_size for path in ledger.glob("rows-*.log")), 240), first.text
         second = BatchProcess(*arguments, "--resume", home=tmp_path)
         assert second.wait() == 1
         assert f"another driver (process {first.process.pid}" in second.text

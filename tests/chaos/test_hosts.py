@@ -13,7 +13,7 @@ from tests.chaos.hosts import NAMESPACE, namespaces_missing
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.timeout(420)  # a head and two nodes on a machine that others may use as well
+@pytest.mark.timeout(620)  # a head and two nodes on a machine that others may use as well
 def test_a_cut_between_hosts_and_the_loss_of_the_head_cost_no_token_on_either_side() -> None:
     if missing := namespaces_missing():
         pytest.skip(f"no network namespaces: {missing}")
@@ -22,7 +22,7 @@ def test_a_cut_between_hosts_and_the_loss_of_the_head_cost_no_token_on_either_si
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=600,
         check=False,
     )
     assert run.returncode == 0, f"{run.stdout[-2000:]}\n{run.stderr[-6000:]}"

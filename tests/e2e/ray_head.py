@@ -124,7 +124,16 @@ class RayHead:
         command = [sys.executable, "-c", SQUADRON, "batch", *arguments]
         variables = {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "SOURCE_DATE_EPOCH": "1700000000"}
         environment = {"working_dir": str(folder), "env_vars": variables}
-        return self.client.submit_job(entrypoint=shlex.join(command), runtime_env=environment)
+
+        def submitted() -> str | None:
+            try:
+                return self.client.submit_job(entrypoint=shlex.join(command), runtime_env=environment)
+            except RuntimeError as error:
+                if "No available agent" not in str(error):  # the head takes requests before its agent does
+                    raise
+                return None
+
+        return eventually(submitted, "the head's agent takes jobs", START_SECONDS)
 
     def until_ended(self, job: str) -> JobStatus:
         """Wait for a job, and return how it ended."""
