@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from hashlib import blake2b
 from itertools import chain
 
 from cluster.admission.keys import OPEN
 from cluster.simulator.answers import GONE, LEFT, WHOLE, Answer, Scene, undisturbed
 from cluster.simulator.fleet import ReplicaLife, RouterLife
+from cluster.simulator.history import Arrive
 from engine.errors import IntegrityError
 
 AT_ONCE = 0.3  # seconds after which what can run does
@@ -118,19 +121,46 @@ def _costs(life: ReplicaLife) -> list[str]:
 
 
 def _quotas(world: Scene) -> list[str]:
-    """Every request has left its tenant's count; where no router was lost or stopped, each token was charged once."""
+    """Every request has left its tenant's count, and what it took was charged once.
+
+    A router that died may have charged what its successor charged again: nobody could ask it.
+    """
     wrong = []
     for life in _routers(world):
         if running := life.tenancy.quotas.running(OPEN):
             wrong.append(f"{life.name}: {running} requests are counted as running")
-    counts = [counts for life in world.fleet.all_routers for counts in life.tenancy.counts.values()]
-    if all(answer.ends == ["whole"] for answer in world.answers) and not world.fleet.router_losses:
-        asked = [answer.asked for answer in world.answers]
-        due = sum(one.prompt for one in asked), sum(one.tokens * one.choices for one in asked)
-        charged = sum(one.prompt_tokens for one in counts), sum(one.output_tokens for one in counts)
-        if charged != due:
-            wrong.append(f"{charged} tokens of prompts and output were charged in place of {due}")
+    charged = _charged(world.fleet.all_routers)
+    by_the_dead = _charged([life for life in world.fleet.all_routers if life.process.dead])
+    asked = [answer.asked for answer in world.answers]
+    whole = [answer.asked for answer in world.answers if answer.ends == [WHOLE]]
+    for name in charged:
+        least, most = _due(whole, name), _due(asked, name) + by_the_dead[name]
+        if not least <= charged[name] <= most:
+            wrong.append(f"{charged[name]} {name} were charged in place of {least} to {most}")
     return wrong
+
+
+def _charged(routers: Iterable[RouterLife]) -> Counter[str]:
+    """Return what these routers have charged."""
+    counts = [counts for life in routers for counts in life.tenancy.counts.values()]
+    return Counter(
+        {
+            "requests": sum(one.requests["admitted"] for one in counts),
+            "tokens of prompts": sum(one.prompt_tokens for one in counts),
+            "tokens of output": sum(one.output_tokens for one in counts),
+        }
+    )
+
+
+def _due(asked: Iterable[Arrive], name: str) -> int:
+    """Return what is to be charged for answers."""
+    match name:
+        case "requests":
+            return len([*asked])
+        case "tokens of prompts":
+            return sum(one.prompt for one in asked)
+        case _:
+            return sum(one.tokens * one.choices for one in asked)
 
 
 def _beliefs(world: Scene, router: RouterLife, replica: ReplicaLife) -> list[str]:

@@ -98,9 +98,13 @@ class World(Scene):
     async def _settle(self) -> None:
         until = self.loop.now + SETTLED
         await asyncio.sleep(0.05)
-        while self.loop.now < until and checks.left_over(self):
+        while self.loop.now < until and (checks.left_over(self) or self._stands_still()):
             await asyncio.sleep(0.5)
         self.violations += checks.left_over(self)
+
+    def _stands_still(self) -> bool:
+        """Whether a router may yet charge for what it did before it was stopped."""
+        return self.history.ingress and any(life.process.stopped for life in self.fleet.routers.values())
 
     def _start_holder(self) -> None:
         self.holder = self.fleet.new_process("holder")
