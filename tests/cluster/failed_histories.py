@@ -5,7 +5,7 @@ Where the name of one has a second part, it says what holds since.
 
 from __future__ import annotations
 
-from cluster.simulator.history import Arrive, Cut, Drain, EngineDies, History, Kill, Stop
+from cluster.simulator.history import Arrive, Cut, Drain, EngineDies, History, Kill, Partition, Stop
 
 FAILED: dict[str, History] = {
     "a request came while the last replica left and others were expected back: 500, a division by zero": History(
@@ -78,5 +78,15 @@ FAILED: dict[str, History] = {
                 Cut(at=0.3914, router="router-0", replica="replica-0"),
             ),
         )
+    ),
+    "replicas died, another could not be linked, and nobody said so; now who is out of Serve's set has died": History(
+        seed=1838,
+        routers=1,
+        replicas=2,
+        events=(
+            Arrive(at=1.3733, seed=201174063, prompt=2, tokens=1, poison=True),
+            Cut(at=1.3734, router="router-0", replica="replica-1"),
+            Partition(at=1.698, router="router-0", replica="replica-1", seconds=4.0),
+        ),
     ),
 }

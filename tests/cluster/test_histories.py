@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from cluster.admission.admission_queue import AdmissionQueue
+from cluster.admission.deadline import DeadlineTimers
 from cluster.answer_log import AnswerLog
 from cluster.ingress.attempt import Attempt
 from cluster.replica.sessions import RouterSessions
@@ -29,7 +30,7 @@ from tests.simulator.histories import run
 from tests.simulator.shrink import as_test, shrunk
 
 FRESH_SECONDS = 60.0
-MUTANT_SEEDS = 400  # histories in which a fault of the product must show
+MUTANT_SEEDS = 1500  # histories in which a fault of the product must show
 
 
 def test_fresh_histories() -> None:
@@ -130,6 +131,10 @@ def charges_what_another_router_charges(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(AnswerLog, "may_be_elsewhere", False)
 
 
+def keeps_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeadlineTimers, "watch", lambda *_: None)
+
+
 def believes_that_a_broken_connection_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = Blame.link_ended
     monkeypatch.setattr(
@@ -162,6 +167,7 @@ MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     moves_nothing,
     mixes_models,
     looks_again_late,
+    keeps_no_deadline,
     believes_that_a_broken_connection_is_a_death,
     counts_twice,
 ]
