@@ -7,6 +7,7 @@ the answer again from the same facts and the same chunks, and so to the same byt
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,10 @@ KEEPS = "squadron.keeps"  # key of the scope of a request whose ingress keeps wh
 CONTINUES = "squadron.continues"  # key of the scope of a request that is asked again: a `dict` of the next two
 NOTES = "notes"  # all that was kept, in order: a list of `bytes`
 ELAPSED = "elapsed"  # seconds since the client sent the request
+# The ingress looks every `TICK` seconds whether a router lives, and leaves one of which it heard nothing at `LEASE`
+# looks for another one. So a router that was silent for `SILENCE` seconds may have been left.
+TICK, LEASE = 1.0, 5
+SILENCE = (LEASE - 1) * TICK
 ANSWER_LOG = "answer_log"  # key of `scope["state"]` in a router: the exchange's `AnswerLog`
 
 
@@ -87,7 +92,8 @@ class AnswerLog:
 
     continues: whether an earlier router had the request, and was lost. facts: of the answer, None until some router
     knew them. past: number of the request and chunk, in order, as the earlier routers had them. elapsed: seconds
-    since the client sent the request to the first of them. kept: of an answer that the server keeps, None of others.
+    since the client sent the request to the first of them. told_facts: whether a router that is asked after this one
+    knows the facts. kept: of an answer that the server keeps, None of others.
     """
 
     kept: Kept | None = None
@@ -97,9 +103,12 @@ class AnswerLog:
         self.facts: AnswerFacts | None = None
         self.past: list[tuple[int, TokenChunk]] = []
         self.elapsed = elapsed
+        self.told_facts = False
         self._new: list[_Chunk] = []
         self._untold: AnswerFacts | None = None
         self._told_fingerprint: str | None = None
+        self._spoke_at: float | None = None  # None = the ingress asks no other router
+        self._was_silent = False
         for note in map(_decode, notes or ()):
             self.facts = self.facts or note.facts
             self.past += [(chunk.number, _chunk(chunk)) for chunk in note.chunks]
@@ -119,6 +128,24 @@ class AnswerLog:
     def has_news(self) -> bool:
         """Whether `take` would return something."""
         return bool(self._new) or self._untold is not None
+
+    @property
+    def may_be_elsewhere(self) -> bool:
+        """Whether the ingress may have left this router, which was silent for long, and asked another one."""
+        return self._was_silent or self._is_silent(asyncio.get_running_loop().time())
+
+    def spoke(self) -> None:
+        """Take note that the ingress hears something of this router, from now on again and again."""
+        now = asyncio.get_running_loop().time()
+        self._was_silent |= self._is_silent(now)
+        self._spoke_at = now
+
+    def is_answered(self) -> None:
+        """Take note that the ingress has taken the answer to its end: it asks no other router."""
+        self._spoke_at, self._was_silent = None, False
+
+    def _is_silent(self, now: float) -> bool:
+        return self._spoke_at is not None and now - self._spoke_at >= SILENCE
 
     def begin(self, facts: AnswerFacts) -> AnswerFacts:
         """Return the facts of the answer: those that it was begun with, else `facts`."""
@@ -148,6 +175,7 @@ class AnswerLog:
         if not self.has_news:
             return None
         note = _Note(self._untold, self._new)
+        self.told_facts |= self._untold is not None and not self.may_be_elsewhere
         self._untold, self._new = None, []
         return _encode(note)
 

@@ -12,6 +12,7 @@ from typing import Self
 from cluster.admission.admission_queue import AdmissionQueue
 from cluster.admission.keys import OPEN, KeySource, Tenant, bearer_key
 from cluster.admission.quotas import Quotas
+from cluster.answer_log import AnswerLog, NoLog
 from cluster.errors import ApiError
 from cluster.token_source import NO_CONTEXT, CallContext, TokenChunk, TokenSource
 from engine.request import Request
@@ -78,19 +79,20 @@ class Tenancy:
         deadline: float | None = None,
         context: CallContext = NO_CONTEXT,
         charged: bool = False,
+        log: AnswerLog | None = None,
     ) -> Visit:
         """Let one request in, which must be closed; raises `ApiError` (`rate_limit_exceeded`).
 
         deadline: when it ends at the latest, on the event loop's clock; None = it takes as long as it takes.
         context: goes with all that is taken from the visit's source. charged: its prompt was, at a router that is
-        lost.
+        lost. log: of the answer, by which another router would go on with it; None = none would.
         """
         try:
             await self.quotas.enter(tenant, context.continues)
         except ApiError as error:
             self.counts_of("", tenant).requests[error.code] += 1
             raise
-        return Visit(self, tenant, deadline, context, charged)
+        return Visit(self, tenant, deadline, context, charged, log)
 
     def counts_of(self, model: str, tenant: Tenant) -> TenantCounts:
         """Return the tenant's metrics with a model, which may be added to."""
@@ -101,7 +103,12 @@ class Tenancy:
 
 
 class Visit:
-    """One request of a tenant from the door to its end: `async with await tenancy.visit(tenant) as visit`."""
+    """One request of a tenant from the door to its end: `async with await tenancy.visit(tenant) as visit`.
+
+    It is charged once, over all routers that have it one after the other: the prompt by the first that has told of
+    it, the rest by the one that ends it. One that was silent for so long that its ingress may have left it charges
+    only for an answer which it has sent to its end.
+    """
 
     def __init__(
         self,
@@ -110,6 +117,7 @@ class Visit:
         deadline: float | None = None,
         context: CallContext = NO_CONTEXT,
         charged: bool = False,
+        log: AnswerLog | None = None,
     ) -> None:
         self.tenant = tenant
         self.deadline = deadline
@@ -118,6 +126,8 @@ class Visit:
         self._model = ""
         self._admission: AdmissionQueue | None = None
         self._charged = charged
+        self._log = log or NoLog()
+        self._prompt_tokens = 0
         self._output_tokens = 0
         self._outlives_door = False
         self._outcome = "admitted"
@@ -133,8 +143,12 @@ class Visit:
             await self.close()
 
     def outlive(self) -> None:
-        """Have whoever called this close the visit, later than the block ends that it was opened for."""
+        """Have whoever called this close the visit, later than the block ends that it was opened for.
+
+        It goes on with the answer here, whichever router the ingress asks for it.
+        """
         self._outlives_door = True
+        self._log = NoLog()
 
     def ask(self, model: str, admission: AdmissionQueue) -> None:
         """Note which model is asked, before anything is charged. admission: the queue of the model's."""
@@ -149,7 +163,7 @@ class Visit:
         return _TenantSource(self._asked, self.tenant, self.deadline, self.context)
 
     async def charge_prompt(self, tokens: int) -> None:
-        """Charge the tokens of all prompts, before anything is generated; once, also over several routers.
+        """Charge the tokens of all prompts, before anything is generated.
 
         Raises `ApiError`: `prompt_exceeds_quota` (400) when they can never fit, `rate_limit_exceeded` otherwise.
         """
@@ -160,12 +174,12 @@ class Visit:
         except ApiError as error:
             self._outcome = error.code
             raise
+        self._prompt_tokens = tokens
         self._counts.prompt_tokens += tokens
 
     def charge_output(self, tokens: int) -> None:
-        """Note generated tokens once for each choice that ends; the quota is charged when the visit is closed."""
+        """Note generated tokens once for each choice that ends; they are charged when the visit is closed."""
         self._output_tokens += tokens
-        self._counts.output_tokens += tokens
         self._asked.charge(self.tenant.name, tokens)
 
     async def close(self) -> None:
@@ -173,8 +187,14 @@ class Visit:
         if self._closed:
             return
         self._closed = True
-        self._counts.requests[self._outcome] += 1
         self._tenancy.quotas.leave(self.tenant)
+        if self._log.may_be_elsewhere:
+            if not self._log.told_facts:  # the other router charges the prompt as well
+                self._counts.prompt_tokens -= self._prompt_tokens
+                await self._tenancy.quotas.use_output(self.tenant, -self._prompt_tokens)
+            return
+        self._counts.requests[self._outcome] += 1
+        self._counts.output_tokens += self._output_tokens
         await self._tenancy.quotas.use_output(self.tenant, self._output_tokens)
 
     @property

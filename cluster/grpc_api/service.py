@@ -201,7 +201,7 @@ class InferenceService:
         log = rpc.log
         session = checked_session(rpc.session)
         context = CallContext(session, fingerprint=log.fingerprint, continues=log.continues, trace=rpc.trace)
-        return await tenancy.visit(tenant, rpc.deadline(), context, charged=log.facts is not None)
+        return await tenancy.visit(tenant, rpc.deadline(), context, charged=log.facts is not None, log=log)
 
 
 @dataclass(frozen=True, slots=True)

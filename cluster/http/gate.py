@@ -126,7 +126,7 @@ class Gate:
         deadline = None if left is None else asyncio.get_running_loop().time() + left
         session = checked_session(headers.get(SESSION_HEADER, ""))
         context = CallContext(session, fingerprint=log.fingerprint, continues=log.continues, trace=trace)
-        return await self._tenancy.visit(tenant, deadline, context, charged=log.facts is not None)
+        return await self._tenancy.visit(tenant, deadline, context, charged=log.facts is not None, log=log)
 
     def _tenant(self, scope: Scope, headers: Headers) -> Tenant:
         if raw_path(scope) in OPEN_PATHS:

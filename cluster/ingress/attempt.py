@@ -16,7 +16,7 @@ from msgspec import DecodeError, json
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Scope
 
-from cluster.answer_log import KEPT, ROUTER_WAIT
+from cluster.answer_log import KEPT, LEASE, ROUTER_WAIT, TICK
 from cluster.client_id import SERVERS_NAME
 from cluster.ingress.exchange import Exchange
 
@@ -24,8 +24,6 @@ ASKS_TAKEN = "squadron.tell_taken"  # beside the status of an answer whose route
 TAKEN = "squadron.taken"  # type of the message that reports what the client has taken: `bytes` of the body, so far
 TELL_BYTES = 1 << 18  # after so many it is reported, or
 TELL_LEAST, TELL_SECONDS = 1 << 15, 5.0  # after these, when the last report is so long ago
-TICK = 1.0  # seconds between two looks at whether a router lives
-LEASE = 5  # looks without a word of a router after which it is dead: it says something between two of them
 log = logging.getLogger(__name__)
 
 

@@ -14,13 +14,14 @@ from ray.exceptions import RayError
 from ray.serve._private import constants
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.answer_log import ANSWER_LOG, KEEPS, KEPT, NOTE, ROUTER_WAIT, AnswerLog
-from cluster.ingress.attempt import ASKS_TAKEN, TAKEN, TICK
+from cluster.answer_log import ANSWER_LOG, KEEPS, KEPT, NOTE, ROUTER_WAIT, TICK, AnswerLog
+from cluster.ingress.attempt import ASKS_TAKEN, TAKEN
 from cluster.ingress.guard import CALLBACK, CALLBACK_VARIABLE, MARK, TELLS_TAKEN, WINDOWED
 from engine.errors import ConfigError
 
 BEAT = TICK  # seconds without a word to the guard after which it is told that this router lives
 NOTE_AFTER = BEAT / 4  # seconds after which it is told what came of an answer that is not sent yet
+TAKES_BACK = 0.5  # seconds in which a router that was silent for long hears that its ingress has left it
 WINDOW = 1 << 20  # bytes of an answer that may be on their way to its client
 UNGUARDED = (
     "requests come through a proxy of Ray Serve that is not guarded: a client that trusts the end of a body may take "
@@ -77,14 +78,21 @@ class _Teller:
         self._send = send
         self._first = {ROUTER_WAIT: router_wait}
         self._silent = 0.0  # seconds without a word, as `beat` counts them
+        answer_log.spoke()
 
     async def send(self, message: Message) -> None:
         """Pass a message on, and what is to be kept with it."""
         self._silent = 0.0
+        self._log.spoke()
+        is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if is_last and self._log.may_be_elsewhere:
+            await asyncio.sleep(TAKES_BACK)  # where another router has the request, this one is cancelled here
         note, first, self._first = self._log.take(), self._first, {}
         if note is not None or first:
             message = {**message, **first} if note is None else {**message, **first, KEPT: note}
         await self._send(message)
+        if is_last:
+            self._log.is_answered()
 
     async def beat(self) -> None:
         """Speak after `BEAT` without a word, and sooner where there is something to be kept. Each `NOTE_AFTER`."""

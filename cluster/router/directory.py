@@ -181,6 +181,7 @@ class ReplicaDirectory:
     def _forget(self, replica_id: str) -> None:
         if replica_id not in self._foreign | self._going:
             self._watch.known.discard(replica_id)
+        self._let_leave()
         self._leaving.discard(replica_id)
         self._ending.discard(replica_id)
         self._wake.set()
@@ -213,6 +214,9 @@ class ReplicaDirectory:
         has no use for them, and what comes after may need their place: but for those whose nodes end, which serve as
         long as there is no other.
         """
+        for replica_id in self._leaving - self._announced.keys():
+            self._dispatcher.remove_replica(replica_id)  # its link is over: it is known now that it has left
+            self._leaving.discard(replica_id)
         staying = self._members - self._going
         others = staying & self._announced.keys()
         if staying and not others:

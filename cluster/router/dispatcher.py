@@ -191,7 +191,7 @@ class Dispatcher:
 
     def add_link(self, link: ReplicaLink) -> None:
         """Use a replica from now on; a link to an earlier life of it is given up."""
-        self._blame.is_alive(link.incarnation)
+        self._blame.is_alive(link.replica_id, link.incarnation)
         self._replicas.add(link)
         self._placement.place_waiting()
 

@@ -15,8 +15,9 @@ PROBE_ROUNDS = 8  # rounds in which all suspects have had a turn on a replica wi
 class _Record:
     """What speaks against a request since it last brought a token.
 
-    deaths: lives (incarnations) of replicas that ended while they computed it. doubts: those that fell silent then,
-    and may have ended: life -> the replica's id, and since when. alone: whether no other suspect may run beside it.
+    deaths: lives (incarnations) of replicas that ended while they computed it. doubts: those that fell silent, or
+    whose connection broke, and that may have ended: life -> the replica's id, and since when. alone: whether no other
+    suspect may run beside it.
     """
 
     deaths: set[int] = field(default_factory=set)
@@ -31,10 +32,11 @@ class _Record:
 class Blame:
     """Blames a replica's death on the requests that it computed, and that had brought no token there.
 
-    What waited there, or decoded, is not blamed; neither is a request whose replica fell silent, was damaged
-    or took its leave. Where several suspects ran together, their next attempts show which it was. Used by one router.
+    What waited there, or decoded, is not blamed; neither is a request whose replica was damaged or took its leave.
+    One that fell silent, or whose connection broke, has died once Serve knows it no more, or a later life of it is
+    linked. Where several suspects ran together, their next attempts show which it was. Used by one router.
 
-    needed: deaths after which a request is taken for their cause. doubt_time: seconds after which a silent replica is
+    needed: deaths after which a request is taken for their cause. doubt_time: seconds after which a lost replica is
     no longer taken for one that may have died. clock: seconds.
     """
 
@@ -59,7 +61,7 @@ class Blame:
         return record is not None and record.weight >= self._needed - 1
 
     def awaits_word(self, live: LiveRequest) -> bool:
-        """Whether the request is guilty if the replicas that fell silent under it have died."""
+        """Whether the request is guilty if the replicas that were lost under it have died."""
         record = self._records.get(live)
         if record is None or not record.doubts:
             return False
@@ -89,19 +91,20 @@ class Blame:
             record = self._records.setdefault(live, _Record())
             if len(suspects) > 1 and live in replica.probes:
                 record.alone = True
-            elif code == STALLED:
+            elif code in (STALLED, LOST):
                 record.doubts[replica.incarnation] = replica.replica_id, self._clock()
             else:
                 record.deaths.add(replica.incarnation)
 
-    def is_alive(self, incarnation: int) -> None:
-        """Clear the requests that were blamed for this replica's death: it is alive."""
+    def is_alive(self, replica_id: str, incarnation: int) -> None:
+        """Clear the requests that were blamed for this life's end, and take note that former lives have ended."""
         for record in self._records.values():
             record.deaths.discard(incarnation)
             record.doubts.pop(incarnation, None)
+        self.has_gone(replica_id)
 
     def has_gone(self, replica_id: str) -> None:
-        """Take note that a replica whose link is over has left for good: if it was silent before, it has died."""
+        """Take note that a replica whose link is over has left for good: if it was lost before, it has died."""
         for record in self._records.values():
             died = [life for life, (name, _) in record.doubts.items() if name == replica_id]
             record.deaths.update(died)

@@ -39,6 +39,24 @@ class Scene:
     answers: list[Answer]
     violations: list[str]
 
+    def end(self, answer: Answer, end: str) -> None:
+        """Note how an answer ended."""
+        answer.ends.append(end)
+        answer.ended = self.fleet.loop.now
+
+    def prompt_tokens(self, asked: Arrive) -> int:
+        """Return how many tokens the prompt of a client has."""
+        if not asked.chat or self.fleet.model is None:
+            return asked.prompt
+        return len(self.fleet.model.tokenizer.encode_chat(messages_of(asked)))
+
+    def expected(self, asked: Arrive) -> list[dict[int, list[int]]]:
+        """Return what an answer may be, by choice: by model version, and by seed where its client gave none."""
+        versions = (1, 2) if self.fleet.skewed else (1,)
+        seeds = (asked.seed,) if asked.seeded else sorted(self.fleet.seeds)
+        first = self.prompt_tokens(asked)
+        return [undisturbed(self.history, asked, first, version, seed) for version in versions for seed in seeds]
+
 
 def prompt_of(asked: Arrive) -> list[int]:
     """Return the prompt of a client."""
@@ -46,12 +64,16 @@ def prompt_of(asked: Arrive) -> list[int]:
     return [PROMPT_BASE + int(rng.random() * 200) for _ in range(asked.prompt)]
 
 
-def undisturbed(history: History, asked: Arrive, version: int) -> dict[int, list[int]]:
-    """Return the tokens of each choice as a model version draws them."""
+def messages_of(asked: Arrive) -> list[dict[str, str]]:
+    """Return the conversation of a client."""
+    return [{"role": "user", "content": "".join([chr(ord("a") + token % 26) for token in prompt_of(asked)])}]
+
+
+def undisturbed(history: History, asked: Arrive, first: int, version: int, seed: int) -> dict[int, list[int]]:
+    """Return the tokens of each choice as a model version draws them, at the positions from `first` on."""
     return {
         choice: [
-            token_at(history, version, asked.seed, choice, position)
-            for position in range(asked.prompt, asked.prompt + asked.tokens)
+            token_at(history, version, seed, choice, position) for position in range(first, first + asked.tokens)
         ]
         for choice in range(asked.choices)
     }

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from hashlib import blake2b
 from itertools import chain
 
 from cluster.admission.keys import OPEN
-from cluster.simulator.answers import GONE, LEFT, WHOLE, Answer, Scene, undisturbed
+from cluster.simulator.answers import GONE, LEFT, WHOLE, Answer, Scene
 from cluster.simulator.fleet import ReplicaLife, RouterLife
+from cluster.simulator.history import Arrive, Leap
+from cluster.simulator.network import LATENCY
 from engine.errors import IntegrityError
+from engine.scheduler.scheduler import DEADLINE_EXCEEDED
 
 AT_ONCE = 0.3  # seconds after which what can run does
 RECOVERY = 6.0  # seconds after a fault in which its traces may last: a silence is noticed, links are made again
@@ -65,9 +70,9 @@ def left_over(world: Scene) -> list[str]:
     for life in _routers(world):
         waits = life.dispatcher.num_live + life.dispatcher.num_waiting
         if life.admission is not None:
-            waits += life.admission.num_waiting
+            waits += life.admission.num_waiting + life.tenancy.quotas.running(OPEN)
         if waits:
-            left.append(f"{life.name} has {life.dispatcher.num_live} requests that live")
+            left.append(f"{life.name} has {waits} requests that live, wait, or are counted as running")
     return left
 
 
@@ -118,19 +123,43 @@ def _costs(life: ReplicaLife) -> list[str]:
 
 
 def _quotas(world: Scene) -> list[str]:
-    """Every request has left its tenant's count; where no router was lost or stopped, each token was charged once."""
+    """What every request took was charged once.
+
+    A router that died may have charged what its successor charged again: nobody could ask it.
+    """
     wrong = []
-    for life in _routers(world):
-        if running := life.tenancy.quotas.running(OPEN):
-            wrong.append(f"{life.name}: {running} requests are counted as running")
-    counts = [counts for life in world.fleet.all_routers for counts in life.tenancy.counts.values()]
-    if all(answer.ends == ["whole"] for answer in world.answers) and not world.fleet.router_losses:
-        asked = [answer.asked for answer in world.answers]
-        due = sum(one.prompt for one in asked), sum(one.tokens * one.choices for one in asked)
-        charged = sum(one.prompt_tokens for one in counts), sum(one.output_tokens for one in counts)
-        if charged != due:
-            wrong.append(f"{charged} tokens of prompts and output were charged in place of {due}")
+    charged = _charged(world.fleet.all_routers)
+    by_the_dead = _charged([life for life in world.fleet.all_routers if life.process.dead])
+    asked = [answer.asked for answer in world.answers]
+    whole = [answer.asked for answer in world.answers if answer.ends == [WHOLE]]
+    for name in charged:
+        least, most = _due(world, whole, name), _due(world, asked, name) + by_the_dead[name]
+        if not least <= charged[name] <= most:
+            wrong.append(f"{charged[name]} {name} were charged in place of {least} to {most}")
     return wrong
+
+
+def _charged(routers: Iterable[RouterLife]) -> Counter[str]:
+    """Return what these routers have charged."""
+    counts = [counts for life in routers for counts in life.tenancy.counts.values()]
+    return Counter(
+        {
+            "requests": sum(one.requests["admitted"] for one in counts),
+            "tokens of prompts": sum(one.prompt_tokens for one in counts),
+            "tokens of output": sum(one.output_tokens for one in counts),
+        }
+    )
+
+
+def _due(world: Scene, asked: Iterable[Arrive], name: str) -> int:
+    """Return what is to be charged for answers."""
+    match name:
+        case "requests":
+            return len([*asked])
+        case "tokens of prompts":
+            return sum(map(world.prompt_tokens, asked))
+        case _:
+            return sum(one.tokens * one.choices for one in asked)
 
 
 def _beliefs(world: Scene, router: RouterLife, replica: ReplicaLife) -> list[str]:
@@ -158,18 +187,35 @@ def _wrong(world: Scene, answer: Answer) -> list[str]:
     if len(answer.ends) != 1:
         return [f"it ended {len(answer.ends)} times: {answer.ends}"]
     end = answer.ends[0]
-    versions = (1, 2) if world.fleet.skewed else (1,)
-    expected = [undisturbed(world.history, answer.asked, version) for version in versions]
+    expected = world.expected(answer.asked)
     if end == WHOLE:
         if answer.tokens not in expected:
-            wrong.append(f"whole, with {answer.tokens} in place of {expected[0]}")
-    elif not any(_begins(answer.tokens, one) for one in expected):
-        wrong.append(f"ended as {end} after {answer.tokens} in place of {expected[0]}")
+            wrong.append(f"whole, with {answer.tokens} in place of {expected[:1]}")
+    elif answer.tokens and not any(_begins(answer.tokens, one) for one in expected):
+        wrong.append(f"ended as {end} after {answer.tokens} in place of {expected[:1]}")
+    if told := _untimely(world, answer, end):
+        wrong.append(told)
     if end not in (WHOLE, LEFT, GONE) and not _explained(world, answer, end):
         wrong.append(f"ended as {end} ({answer.status}), which no fault explains")
     if end == LEFT and answer.asked.leaves is None:
         wrong.append("its client is said to have left, and has not")
     return wrong
+
+
+def _untimely(world: Scene, answer: Answer, end: str) -> str:
+    """Return what is wrong with when an answer ended whose client gave it a time; "" for nothing.
+
+    Routers keep it by their clocks, and cannot while they stand still; a slow client holds its own answer up.
+    """
+    timeout, took = answer.asked.timeout, answer.ended - answer.began
+    if timeout is None:
+        return ""
+    leapt = any(isinstance(event, Leap) for event in world.history.events)
+    if end == DEADLINE_EXCEEDED and took < 0.9 * timeout - LATENCY and not leapt:
+        return f"its deadline of {timeout} s ended it after {took:g} s"
+    if took > timeout + AT_ONCE and not (leapt or world.fleet.router_losses or answer.asked.pace):
+        return f"it took {took:g} s, and had {timeout} s"
+    return ""
 
 
 def _begins(tokens: dict[int, list[int]], whole: dict[int, list[int]]) -> bool:
@@ -181,6 +227,8 @@ def _explained(world: Scene, answer: Answer, code: str) -> bool:
     fleet = world.fleet
     if code in UNAVAILABLE and was_out(world, answer):
         return True
+    if code == DEADLINE_EXCEEDED:
+        return answer.asked.timeout is not None
     if code == "request_quarantined":
         return answer.asked.poison or fleet.deaths >= DEATHS_OF_POISON
     if code == "router_lost":

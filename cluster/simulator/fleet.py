@@ -130,6 +130,7 @@ class ReplicaLife:
         return ReplicaCore(core, facts, None, incarnation=fleet.rng.getrandbits(62), engine=engine, clock=loop.time)
 
     def _begins(self, requests: list[Request]) -> None:
+        self._fleet.seeds.update([request.seed for request in requests])
         if any(request.seed in self._fleet.poison for request in requests):
             self._fleet.after(0.001, self._fleet.poisoned, self)
 
@@ -280,6 +281,7 @@ class Fleet:
         self.deaths = 0  # of replicas
         self.router_losses = 0
         self.skewed = history.updated > 0
+        self.seeds: set[int] = set()  # of all that replicas have begun
         self.poison = {one.seed for one in history.arrivals if one.poison}
         self.all_routers: list[RouterLife] = []
         self.config = config_of(history.seats)

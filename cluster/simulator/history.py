@@ -16,6 +16,8 @@ class Arrive:
 
     stream: whether the answer is to come as it is made. pace: seconds that the client takes for each message.
     leaves: seconds after which it hangs up; None = it stays. poison: whether it kills every replica that computes it.
+    timeout: seconds after which it wants no answer any more; None = it waits. Over HTTP alone: seeded: whether it
+    says the seed; chat: whether it asks for a message.
     """
 
     at: float
@@ -28,6 +30,9 @@ class Arrive:
     pace: float = 0.0
     leaves: float | None = None
     poison: bool = False
+    timeout: float | None = None
+    seeded: bool = True
+    chat: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +147,7 @@ def drawn(seed: int) -> History:
     rng = Random(seed)
     ingress = rng.random() < INGRESS_SHARE
     routers, replicas = rng.choice((1, 2, 2, 3) if ingress else (1, 1, 2)), rng.choice((1, 2, 2, 3, 4))
-    events: list[Event] = [_arrival(rng, routers, number) for number in range(rng.randint(3, 8))]
+    events: list[Event] = [_arrival(rng, routers, number, ingress) for number in range(rng.randint(3, 8))]
     for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6))):
         events.append(_fault(rng, _moment(rng, events), routers, replicas, ingress))
     events.sort(key=lambda event: event.at)
@@ -155,7 +160,8 @@ def _time(rng: Random, end: float) -> float:
     return round(rng.uniform(0, end), 4)
 
 
-def _arrival(rng: Random, routers: int, number: int) -> Arrive:
+def _arrival(rng: Random, routers: int, number: int, ingress: bool) -> Arrive:
+    poison = number == 0 and rng.random() < 0.04
     return Arrive(
         _time(rng, ARRIVALS),
         rng.getrandbits(30),
@@ -166,7 +172,10 @@ def _arrival(rng: Random, routers: int, number: int) -> Arrive:
         stream=rng.random() < 0.8,
         pace=rng.choice((0.0, 0.0, 0.0, 0.05, 0.3)),
         leaves=_time(rng, 1.5) if rng.random() < 0.12 else None,
-        poison=number == 0 and rng.random() < 0.04,
+        poison=poison,
+        timeout=rng.choice((0.3, 1.0, 4.0)) if rng.random() < 0.1 else None,
+        seeded=not ingress or poison or rng.random() < 0.8,
+        chat=ingress and rng.random() < 0.3,
     )
 
 

@@ -125,6 +125,12 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """See `asyncio.loop.call_later`."""
         return self._at(self._now + delay, callback, args, context)
 
+    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> Handle:  # type: ignore[override]
+        """See `asyncio.loop.call_soon`."""
+        handle = Handle(callback, args, self, context)
+        self.ready.append(handle)
+        return handle
+
     def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> Handle:  # type: ignore[override]
         """See `asyncio.loop.call_soon_threadsafe`; there is one thread."""
         return self.call_soon(callback, *args, context=context)
@@ -191,7 +197,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.failures.append(f"{told['message']}: {told.get('exception')!r}")
 
     def _run_once(self) -> None:
-        ready, timers = self.ready, self._timers
+        ready, timers, process_of = self.ready, self._timers, PROCESS
         while timers and timers[0][2]._cancelled:
             heapq.heappop(timers)
         if not ready and timers:
@@ -204,7 +210,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             handle = ready.popleft()
             if handle._cancelled:
                 continue
-            process = handle._context.get(PROCESS)  # type: ignore[attr-defined]
+            process = handle._context.get(process_of)  # type: ignore[attr-defined]
             if process is not None and (process.stopped or process.dead) and not self._ends:
                 process.hold(handle)
                 continue

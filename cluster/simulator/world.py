@@ -10,17 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
-from msgspec import json
-from starlette.types import Message, Receive, Scope, Send
-
-from cluster.errors import ApiError
 from cluster.ingress.guard import RouterLossGuard
 from cluster.openai.served_model import ServedModel
 from cluster.simulator import checks
-from cluster.simulator.answers import GONE, LEFT, WHOLE, Answer, Scene, prompt_of
-from cluster.simulator.fleet import MODEL, Fleet, RouterLife
+from cluster.simulator.answers import GONE, WHOLE, Answer, Scene
+from cluster.simulator.clients import HttpClient, ServeProxy, ask_dispatcher
+from cluster.simulator.fleet import Fleet, RouterLife
 from cluster.simulator.history import (
     Arrive,
     Cut,
@@ -35,8 +31,6 @@ from cluster.simulator.history import (
     Stop,
 )
 from cluster.simulator.process import SimulatedLoop, SimulatedProcess, StuckError
-from engine.request import Request
-from engine.sampling_params import SamplingParams
 
 LINKED = 0.2  # seconds in which the first links are made, before the first event
 PATIENCE = 400.0  # seconds after the last event in which every answer must have ended
@@ -98,13 +92,17 @@ class World(Scene):
     async def _settle(self) -> None:
         until = self.loop.now + SETTLED
         await asyncio.sleep(0.05)
-        while self.loop.now < until and checks.left_over(self):
+        while self.loop.now < until and (checks.left_over(self) or self._stands_still()):
             await asyncio.sleep(0.5)
         self.violations += checks.left_over(self)
 
+    def _stands_still(self) -> bool:
+        """Whether a router may yet charge for what it did before it was stopped."""
+        return self.history.ingress and any(life.process.stopped for life in self.fleet.routers.values())
+
     def _start_holder(self) -> None:
         self.holder = self.fleet.new_process("holder")
-        self.guard = self.holder.call(RouterLossGuard, self._proxy, self.loop.time)
+        self.guard = self.holder.call(RouterLossGuard, ServeProxy(self.fleet), self.loop.time)
 
     def _apply(self, event: Event) -> None:
         match event:
@@ -164,195 +162,27 @@ class World(Scene):
         self.fleet.kill_router(life, event.back, event.silently)
         for answer in self.answers:
             if answer.router is life and not answer.ends:
-                self._end(answer, GONE)
+                self.end(answer, GONE)
 
     def _kill_holder(self) -> None:
         self.holder.kill()
         for answer in self.answers:
             if not answer.ends:
-                self._end(answer, GONE)
+                self.end(answer, GONE)
         self._start_holder()
-
-    def _end(self, answer: Answer, end: str) -> None:
-        answer.ends.append(end)
-        answer.ended = self.loop.now
-
-    # --- clients
 
     def _arrive(self, asked: Arrive) -> None:
         answer = Answer(asked, f"r{len(self.answers)}", began=self.loop.now)
         self.answers.append(answer)
         if self.history.ingress:
-            answer.task = self.holder.spawn(self._over_http(answer))
+            answer.task = self.holder.spawn(HttpClient(self, answer).ask(self.guard))
             return
         routers = [life for life in self.fleet.routers.values() if not life.process.dead]
         if not routers:
-            self._end(answer, GONE)
+            self.end(answer, GONE)
             return
         life = answer.router = routers[asked.router % len(routers)]
-        answer.task = life.process.spawn(self._of_dispatcher(answer, life))
-
-    async def _of_dispatcher(self, answer: Answer, life: RouterLife) -> None:
-        asked = answer.asked
-        params = SamplingParams(max_tokens=asked.tokens, temperature=1.0, ignore_eos=True, n=asked.choices)
-        request = Request(answer.name, tuple(prompt_of(asked)), params, seed=asked.seed)
-        chunks = life.source.generate(request)
-        end = WHOLE
-        until = None if asked.leaves is None else self.loop.time() + asked.leaves
-        try:
-            async with asyncio.timeout_at(until):
-                async for chunk in chunks:
-                    answer.tokens.setdefault(chunk.choice, []).extend(chunk.token_ids)
-                    if asked.pace:
-                        await asyncio.sleep(asked.pace)
-        except TimeoutError:
-            end = LEFT
-        except ApiError as error:
-            end, answer.status = error.code, error.status
-        await chunks.aclose()  # type: ignore[attr-defined]
-        self._end(answer, end)
-
-    async def _over_http(self, answer: Answer) -> None:
-        asked = answer.asked
-        body = {
-            "model": MODEL, "prompt": prompt_of(asked), "max_tokens": asked.tokens, "n": asked.choices,
-            "seed": asked.seed, "ignore_eos": True, "stream": asked.stream, "return_token_ids": True,
-        }  # fmt: skip
-        scope: Scope = {
-            "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "root_path": "",
-            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
-        }  # fmt: skip
-        hung_up: asyncio.Future[None] = self.loop.create_future()
-        if asked.leaves is not None:
-            self.loop.call_later(asked.leaves, _resolve, hung_up)
-        sent: list[Message] = [{"type": "http.request", "body": json.encode(body), "more_body": False}]
-        client = _HttpClient(self, answer)
-
-        async def receive() -> Message:
-            if sent:
-                return sent.pop()
-            await hung_up
-            return {"type": "http.disconnect"}
-
-        async def send(message: Message) -> None:
-            if not hung_up.done():
-                client.take(message)
-                if asked.pace and not client.over:
-                    await asyncio.sleep(asked.pace)
-
-        await self.guard(scope, receive, send)
-        if not answer.ends:
-            self._end(answer, LEFT if hung_up.done() else "no end")
-
-    async def _proxy(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass an exchange on as Serve does: to the router that was asked the fewest times, be it stopped."""
-        while not self.fleet.routers:
-            await self.fleet.changed_or(0.25)
-        life = min(self.fleet.routers.values(), key=lambda one: one.asked)
-        life.asked += 1
-        await _Hop(self.loop, life).run(scope, receive, send)
-
-
-class _Hop:
-    """One exchange between the proxy and a router: a queue each way, until the router is dead."""
-
-    def __init__(self, loop: SimulatedLoop, life: RouterLife) -> None:
-        self._loop = loop
-        self._life = life
-        self._asked: asyncio.Queue[Message] = asyncio.Queue()
-        self._said: asyncio.Queue[Message | None] = asyncio.Queue()
-
-    async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        own = {**scope, "headers": list(scope["headers"]), "state": {}}
-        app = self._life.process.spawn(self._answer(own))
-        listening = asyncio.create_task(self._listen(receive))
-        over = asyncio.create_task(self._life.over.wait())
-        over.add_done_callback(lambda _: self._said.put_nowait(None))
-        try:
-            while (message := await self._said.get()) is not None:
-                await send(message)
-        finally:
-            for task in (app, listening, over):
-                task.cancel()
-
-    async def _answer(self, scope: Scope) -> None:
-        async def say(message: Message) -> None:
-            self._said.put_nowait(dict(message))
-
-        try:
-            await self._life.app(scope, self._asked.get, say)
-        finally:
-            self._said.put_nowait(None)
-
-    async def _listen(self, receive: Receive) -> None:
-        while True:
-            message = await receive()
-            self._asked.put_nowait(dict(message))
-            if message["type"] == "http.disconnect":
-                return
-
-
-class _HttpClient:
-    """Reads what comes over HTTP into an `Answer`."""
-
-    def __init__(self, world: World, answer: Answer) -> None:
-        self.over = False
-        self._world = world
-        self._answer = answer
-        self._rest = b""
-        self._events = False
-
-    def take(self, message: Message) -> None:
-        """Take in a message of ASGI."""
-        answer = self._answer
-        if self.over:
-            self._world.violations.append(f"{answer.name}: {message['type']} after the end of its answer")
-        elif message["type"] == "http.response.start":
-            if answer.status:
-                self._world.violations.append(f"{answer.name}: its answer has two heads")
-            answer.status = message["status"]
-            headers = dict(message["headers"])
-            self._events = headers[b"content-type"].startswith(b"text/event-stream")
-        else:
-            answer.body += message.get("body", b"")
-            self.over = not message.get("more_body", False)
-            if self.over:
-                self._world._end(answer, self._read())
-
-    def _read(self) -> str:
-        """Return how the answer ended."""
-        answer = self._answer
-        if not self._events:
-            told = json.decode(answer.body)
-            if answer.status != 200:
-                return str(told["error"]["code"])
-            self._add(told)
-            return WHOLE
-        end = ""
-        for block in answer.body.split(b"\n\n"):
-            if not block or block.startswith(b":"):
-                continue
-            if end:
-                self._world.violations.append(f"{answer.name}: {block!r} after its end")
-            data = block.removeprefix(b"data: ")
-            if data == b"[DONE]":
-                end = WHOLE
-                continue
-            told = json.decode(data)
-            if "error" in told:
-                end = str(told["error"]["code"])
-            else:
-                self._add(told)
-        return end or "cut"
-
-    def _add(self, told: dict[str, Any]) -> None:
-        for choice in told["choices"]:
-            self._answer.tokens.setdefault(choice["index"], []).extend(choice.get("token_ids") or ())
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+        answer.task = life.process.spawn(ask_dispatcher(self, answer, life))
 
 
 class _Errors(logging.Handler):

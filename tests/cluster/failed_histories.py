@@ -1,8 +1,11 @@
-"""Histories under which something went wrong once, each as short as it could be made, with what it showed."""
+"""Histories under which something went wrong once, each as short as it could be made, with what it showed.
+
+Where the name of one has a second part, it says what holds since.
+"""
 
 from __future__ import annotations
 
-from cluster.simulator.history import Arrive, Cut, Drain, History, Kill, Stop
+from cluster.simulator.history import Arrive, Cut, Drain, EngineDies, History, Kill, Partition, Stop
 
 FAILED: dict[str, History] = {
     "a request came while the last replica left and others were expected back: 500, a division by zero": History(
@@ -37,6 +40,53 @@ FAILED: dict[str, History] = {
             Cut(at=1.3314, router="router-0", replica="replica-1"),
             Arrive(at=1.3393, seed=904544447, prompt=2, tokens=1),
             Arrive(at=1.6278, seed=242213382, prompt=2, tokens=1),
+        ),
+    ),
+    "a router stood still, its successor answered, and both charged it; now who may have been left charges nothing": (
+        History(
+            seed=2071,
+            routers=1,
+            replicas=1,
+            ingress=True,
+            events=(
+                Arrive(at=0.0184, seed=788363555, prompt=2, tokens=12),
+                Stop(at=0.2009, process="router-0", seconds=8.0),
+            ),
+        )
+    ),
+    "a router stood still before it told of a prompt: charged twice; now who was left gives it back": History(
+        seed=2318,
+        routers=2,
+        replicas=1,
+        ingress=True,
+        events=(
+            Arrive(at=0.9233, seed=330767076, prompt=2, tokens=1),
+            Arrive(at=1.0111, seed=783012410, prompt=60, tokens=1, router=1),
+            Stop(at=1.0799, process="router-1", seconds=8.0),
+        ),
+    ),
+    "two replicas died under a request, a connection broke: quarantined; now Serve says what has died": (
+        History(
+            seed=1126,
+            routers=1,
+            replicas=1,
+            events=(
+                Arrive(at=0.0317, seed=151858681, prompt=60, tokens=1),
+                EngineDies(at=0.0783, process="replica-0", back=0.05),
+                Arrive(at=0.158, seed=85422616, prompt=2, tokens=6),
+                Kill(at=0.2545, process="replica-0", back=0.05),
+                Cut(at=0.3914, router="router-0", replica="replica-0"),
+            ),
+        )
+    ),
+    "replicas died, another could not be linked, and nobody said so; now who is out of Serve's set has died": History(
+        seed=1838,
+        routers=1,
+        replicas=2,
+        events=(
+            Arrive(at=1.3733, seed=201174063, prompt=2, tokens=1, poison=True),
+            Cut(at=1.3734, router="router-0", replica="replica-1"),
+            Partition(at=1.698, router="router-0", replica="replica-1", seconds=4.0),
         ),
     ),
 }

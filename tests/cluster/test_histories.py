@@ -7,26 +7,30 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
 
 from cluster.admission.admission_queue import AdmissionQueue
+from cluster.admission.deadline import DeadlineTimers
 from cluster.answer_log import AnswerLog
 from cluster.ingress.attempt import Attempt
 from cluster.replica.sessions import RouterSessions
 from cluster.router.placement import Placement
+from cluster.router.quarantine import Blame
 from cluster.router.replica_handle import ReplicaHandle
 from cluster.router.token_log import TokenLog
 from cluster.simulator.history import Arrive, History, Kill, drawn
 from cluster.simulator.process import SimulatedLoop, SimulatedProcess
+from cluster.wire.link import ENGINE_DEAD, LOST
 from tests.cluster.failed_histories import FAILED
 from tests.simulator.fuzz import Tally, tallies
 from tests.simulator.histories import run
 from tests.simulator.shrink import as_test, shrunk
 
 FRESH_SECONDS = 60.0
-MUTANT_SEEDS = 400  # histories in which a fault of the product must show
+MUTANT_SEEDS = 1500  # histories in which a fault of the product must show
 
 
 def test_fresh_histories() -> None:
@@ -122,6 +126,24 @@ def lets_nobody_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AdmissionQueue, "_let_in", lambda _: None)
 
 
+def charges_what_another_router_charges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router that stood still charges for answers that its successor gave."""
+    monkeypatch.setattr(AnswerLog, "may_be_elsewhere", False)
+
+
+def keeps_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeadlineTimers, "watch", lambda *_: None)
+
+
+def believes_that_a_broken_connection_is_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = Blame.link_ended
+    monkeypatch.setattr(
+        Blame,
+        "link_ended",
+        lambda blame, replica, code: ended(blame, replica, ENGINE_DEAD if code == LOST else code),
+    )
+
+
 def counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     note = ReplicaHandle.read
 
@@ -136,6 +158,7 @@ MUTANTS_OF_THE_INGRESS: list[Callable[[pytest.MonkeyPatch], None]] = [
     passes_on_what_the_client_has,
     loses_a_note,
     lets_nobody_in,
+    charges_what_another_router_charges,
 ]
 MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     *MUTANTS_OF_THE_INGRESS,
@@ -144,6 +167,8 @@ MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     moves_nothing,
     mixes_models,
     looks_again_late,
+    keeps_no_deadline,
+    believes_that_a_broken_connection_is_a_death,
     counts_twice,
 ]
 
@@ -152,7 +177,11 @@ MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
 def test_a_fault_of_the_product_is_seen(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch) -> None:
     mutant(monkeypatch)
     over_http = mutant in MUTANTS_OF_THE_INGRESS
-    histories = [history for history in map(drawn, range(MUTANT_SEEDS)) if history.ingress or not over_http]
+    histories = (
+        history
+        for history in chain(FAILED.values(), map(drawn, range(MUTANT_SEEDS)))
+        if history.ingress or not over_http
+    )
     assert any(run(history).violations for history in histories)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from cluster.simulator.history import Arrive, Drain, Event, History
 
-PLAIN: dict[str, Any] = {"pace": 0.0, "leaves": None, "choices": 1, "prompt": 2, "silently": False}
+PLAIN: dict[str, Any] = {"pace": 0.0, "leaves": None, "choices": 1, "prompt": 2, "silently": False,
+    "timeout": None, "seeded": True, "chat": False}  # fmt: skip
 MOST_RUNS = 600
 
 

@@ -19,6 +19,7 @@ from tests.simulator.cluster import SimulatedModel, simulated_replica
 from tests.simulator.links import FaultyLink, connect_local
 
 MODEL = SimulatedModel(num_kv_blocks=32768)
+NOTICE = 0.1  # seconds after which Serve knows that a replica is dead
 RELINK = 0.25  # seconds after which a router looks again for a replica that it lost
 
 
@@ -84,9 +85,10 @@ class OutageLab:
         await self._link(name)
 
     def kill(self, name: str) -> None:
-        """End a replica as kill -9 does: its connection breaks, and nothing more is said."""
+        """End a replica as kill -9 does: its connection breaks, nothing more is said, and Serve takes notice."""
         self.replicas.pop(name)
         self._links[name].cut(LOST, "killed")
+        asyncio.get_running_loop().call_later(NOTICE, self.dispatcher.remove_replica, name)
 
     def cut(self) -> None:
         """Let nothing through between the router and all replicas; nothing is closed by that."""

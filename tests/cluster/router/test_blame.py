@@ -15,6 +15,7 @@ from cluster.router.dispatcher import Dispatcher
 from cluster.wire.link import DAMAGED, ENGINE_DEAD, LOST, SUPERSEDED, LinkAddress, LinkClosedError, RouterLink
 from cluster.wire.messages import Begun, Ping, Submit, Welcome
 from cluster.wire.tcp import connect
+from tests.cluster.cluster_lab import until
 from tests.cluster.router.outage_lab import OutageLab, asked
 from tests.engine.engine_driver import request
 from tests.simulator.links import FaultyLink, connect_local
@@ -78,17 +79,21 @@ async def outcome(lab: Ending, ending: str, begins: bool) -> str:
     running = asyncio.create_task(run())
     for life in range(ROUNDS):
         same = ending == "found again"
-        link = await lab.join(7 if same else life, begins, "same" if same else "")
+        name = "same" if same or ending.endswith("anew") else ""
+        link = await lab.join(7 if same else life, begins, name)
         if running.done():
             break
         if ending in (ENGINE_DEAD, LOST, DAMAGED, SUPERSEDED):
             link.cut(ending)
+        elif ending.startswith("lost and"):
+            link.cut(LOST)
+            await asyncio.sleep(0.1)
         elif same:
             link.cut(LOST)
         else:
             link.hold()
             await asyncio.sleep(4.0)
-        if ending == "silent and gone":
+        if ending.endswith("gone"):
             lab.dispatcher.remove_replica(f"replica-{life}")
         await asyncio.sleep(0.1)
     try:
@@ -110,10 +115,13 @@ GUILTY = "request_quarantined"
     ("ending", "begins", "end", "replicas"),
     [
         (ENGINE_DEAD, True, GUILTY, 3),
-        (LOST, True, GUILTY, 3),
+        ("lost and gone", True, GUILTY, 3),
+        ("lost and come anew", True, GUILTY, 3),
+        (LOST, True, "lives", 3),
         ("silent and gone", True, GUILTY, 3),
         (ENGINE_DEAD, False, "lives", ROUNDS),
         (LOST, False, "lives", ROUNDS),
+        ("lost and gone", False, "lives", ROUNDS),
         ("silent and gone", False, "lives", ROUNDS),
         ("found again", True, "lives", ROUNDS),
         (DAMAGED, True, "lives", ROUNDS),
@@ -208,7 +216,11 @@ async def test_a_request_that_ends_processes_with_its_first_step_is_quarantined(
         )
         processes.append(process)
         address = LinkAddress(*json.loads(await process.stdout.readline()))
-        dispatcher.add_link(await connect(address, "router"))
+        link = await connect(address, "router")
+        dispatcher.add_link(link)
+        await link.wait_closed()
+        await process.wait()
+        dispatcher.remove_replica(name)  # as Serve says
 
     async def run() -> None:
         async for _ in dispatcher.generate(request("p", (1, 2, POISON), max_tokens=5)):
@@ -216,13 +228,16 @@ async def test_a_request_that_ends_processes_with_its_first_step_is_quarantined(
 
     dispatcher = Dispatcher(rng=Random(0))
     try:
-        await asyncio.gather(*map(start, "abcdef"))
+        lives = [asyncio.create_task(start(name)) for name in "abcdef"]
+        await until(lambda: len(dispatcher.replicas()) == len(lives), 30.0)
         with pytest.raises(ApiError) as caught:
             await asyncio.wait_for(run(), 30)
         assert caught.value.code == GUILTY
         assert sum(dispatcher.counters.links_lost.values()) <= 4, "the first one's may not be known"
     finally:
         await dispatcher.close()
+        for life in lives:
+            life.cancel()
         for process in processes:
             if process.returncode is None:
                 process.kill()
