@@ -93,6 +93,11 @@ class Record:
         return log
 
 
+def kept_of(head: Head) -> Kept:
+    """Return how an answer is made, anew."""
+    return Kept(head.name, head.seed, head.background)
+
+
 def pack_head(head: Head) -> bytes:
     """Return a head as copies of it are sent."""
     return _encode(head)

@@ -12,47 +12,25 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from msgspec import structs
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp
 
 from cluster.admission.tenants import Tenancy, Visit
-from cluster.answer_log import AnswerFacts, AnswerLog, Kept
+from cluster.answer_log import AnswerFacts, AnswerLog
 from cluster.errors import ApiError
+from cluster.openai.response_output import response_cancelled
 from cluster.responses.copies import Copies, NoCopies
 from cluster.responses.following import Following
-from cluster.responses.record import Head, Record
+from cluster.responses.making import Maker
+from cluster.responses.record import Head, Record, kept_of
+from cluster.responses.shelf import Owned, Shelf
 from cluster.responses.view import AnswerView
 from cluster.token_source import CallContext
 
-MOST_BYTES = 512 << 20  # of all answers that one router keeps
-MOST_OF_ONE = 64 << 20
 SWEEP = 1.0  # seconds between two looks at whose time has come
-NOTE_EVERY = 0.05  # seconds between two looks at what has come of an answer that runs
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class Owned:
-    """An answer that this router makes or has made. view: None of one that was taken over when it had ended.
-
-    task: while it runs. gone: it is kept no more. ended_at: on the event loop's clock.
-    """
-
-    record: Record
-    kept: Kept
-    view: AnswerView | None = None
-    task: asyncio.Task[None] | None = None
-    gone: bool = False
-    ended_at: float = 0.0
-    counted: int = 0
-
-    @property
-    def size(self) -> int:
-        """Bytes that it takes."""
-        return self.record.size + (0 if self.view is None else self.view.size)
 
 
 class ResponseStore:
@@ -73,19 +51,17 @@ class ResponseStore:
         self.retention = retention
         self._tenancy = tenancy
         self._copies: Copies = copies or NoCopies()
-        self._most_bytes = MOST_BYTES if most_bytes is None else most_bytes
         self._clock = clock
-        self._endpoints: Mapping[str, ASGIApp] = {}
-        self._owned: dict[str, Owned] = {}  # those that ended first come first, behind none that runs
+        self._shelf = Shelf(self._copies, most_bytes)
+        self._maker = Maker(self._shelf, self._copies, self._spawn, clock)
         self._adopting: set[str] = set()
-        self._bytes = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweeping: asyncio.TimerHandle | None = None
         self._copies.listen(self._on_orphan, self._on_superseded)
 
     def serve(self, endpoints: Mapping[str, ASGIApp]) -> None:
         """Make answers by these. endpoints: by path."""
-        self._endpoints = endpoints
+        self._maker.endpoints = endpoints
 
     @asynccontextmanager
     async def joined(
@@ -154,7 +130,7 @@ class ResponseStore:
         if one.view is not None:
             while not (one.view.begun or one.view.over):
                 await one.view.changed()
-            self._stop(one)
+            self._maker.stop(one, response_cancelled())
             await one.view.whole()
 
     async def delete(self, name: str, tenant: str) -> None:
@@ -163,7 +139,7 @@ class ResponseStore:
         one = self._own(name, tenant)  # an orphan may have been taken over meanwhile
         self._copies.forget(name, tenant)
         if one is not None:
-            self._drop(one)
+            self._shelf.drop(one)
 
     async def _head_by_id(self, name: str, tenant: str) -> Head:
         """Return the head of an answer that its client names. Raises `ApiError` (404)."""
@@ -181,20 +157,19 @@ class ResponseStore:
             self._sweeping.cancel()
 
     def _own(self, name: str, tenant: str) -> Owned | None:
-        one = self._owned.get(name)
-        return one if one is not None and one.record.head.tenant == tenant else None
+        return self._shelf.get(name, tenant)
 
     # --- making answers
 
     async def _begin(self, head: Head, visit: Visit, facts: AnswerFacts | None, former: Record | None) -> AnswerView:
         """Begin an answer, or go on with a former one that failed."""
-        self._make_room(len(head.body))
+        self._shelf.make_room(len(head.body))
         record = Record(head)
         if former is not None:
             record = Record(former.head, list(former.notes), None, former.epoch + 1)
-        if head.name in self._owned:
-            self._drop(self._owned[head.name])
-        one = Owned(record, self._kept(head))
+        if (present := self._shelf.get(head.name)) is not None:
+            self._shelf.drop(present)
+        one = Owned(record, kept_of(head))
         answer_log = record.log(one.kept)
         answer_log.facts = answer_log.facts or facts
         visit.outlive()
@@ -205,99 +180,13 @@ class ResponseStore:
             await self._copies.settle(record)
         return view
 
-    def _kept(self, head: Head) -> Kept:
-        return Kept(head.name, head.seed, head.background)
-
     def _run(self, one: Owned, answer_log: AnswerLog, visit: Visit) -> AnswerView:
-        """Have an answer made from what its log has on."""
-        view = one.view = AnswerView(one.record.head, answer_log)
-
-        def accept() -> None:
-            self._take_notes(one)
-            self._copies.put(one.record)
-            view.accept()
-
-        one.kept.on_begun = accept
-        self._owned[one.record.head.name] = one
-        one.task = self._spawn(self._make(one, view, visit))
-        one.task.add_done_callback(lambda _: self._never_begun(one, view, visit))
         self._sweep_later()
-        return view
-
-    async def _make(self, one: Owned, view: AnswerView, visit: Visit) -> None:
-        head = one.record.head
-
-        async def send(message: Message) -> None:
-            await view.send(message)
-            self._note(one)
-
-        noting = self._spawn(self._note_steadily(one))
-        try:
-            await self._endpoints[head.path](view.scope(tenant=visit.tenant, visit=visit), view.receive(), send)
-        except asyncio.CancelledError:
-            one.gone |= not one.kept.cancelled  # this router stops: the copies are for another
-        finally:
-            noting.cancel()
-            self._ended(one, view)
-            await visit.close()
-
-    async def _note_steadily(self, one: Owned) -> None:
-        """Keep what is new of an answer of which nothing is sent for long, such as one that is no stream."""
-        while not one.gone:
-            await asyncio.sleep(NOTE_EVERY)
-            self._note(one)
-
-    def _note(self, one: Owned) -> None:
-        """Have what is new of an answer kept and copied; end it where it takes too much."""
-        if self._take_notes(one) and not one.gone:
-            self._copies.put(one.record)
-        if not one.gone and not self._fits(one):
-            head = one.record.head
-            log.error("answer %s takes more than may be kept: it is ended", head.name)
-            self._copies.forget(head.name, head.tenant)
-            self._drop(one)
-
-    def _never_begun(self, one: Owned, view: AnswerView, visit: Visit) -> None:
-        """End an answer whose task was cancelled before its first step."""
-        if not view.over:
-            one.gone = True
-            self._ended(one, view)
-            self._spawn(visit.close())
-
-    def _ended(self, one: Owned, view: AnswerView) -> None:
-        self._take_notes(one)
-        head, at = one.record.head, one.kept.completed_at
-        one.task, one.ended_at = None, asyncio.get_running_loop().time()
-        if view.status == 200 and not one.gone:
-            one.record.end = view.end(int(self._clock()) if at is None else at)
-            if self._owned.get(head.name) is one:
-                self._owned[head.name] = self._owned.pop(head.name)  # it ended last
-                self._copies.put(one.record)
-        elif not one.gone:
-            if view.begun:
-                self._copies.forget(head.name, head.tenant)
-            self._drop(one)
-        view.finish(lost=one.gone and view.status in (0, 200))
-
-    def _stop(self, one: Owned) -> None:
-        """End an answer because its client wants it no more."""
-        if one.task is not None:
-            one.kept.cancelled = True
-            one.task.cancel()
-
-    def _take_notes(self, one: Owned) -> bool:
-        """Keep what is new of an answer; return whether there was something."""
-        note = None if one.view is None else one.view.log.take()
-        if note is not None:
-            one.record.add(note)
-        size = one.size if self._owned.get(one.record.head.name) is one else 0
-        self._bytes += size - one.counted
-        one.counted = size
-        return note is not None
+        return self._maker.run(one, answer_log, visit)
 
     def _replay(self, record: Record) -> tuple[AnswerView, asyncio.Task[None]]:
         """Have the frames of an answer made again that this router does not make."""
-        kept = self._kept(record.head)
+        kept = kept_of(record.head)
         view = AnswerView(record.head, record.log(kept), current=False)
         Following(record, self._copies, kept, view.catch_up)
         context = CallContext(continues=True)
@@ -306,7 +195,7 @@ class ResponseStore:
         async def make() -> None:
             try:
                 scope = view.scope(tenant=visit.tenant, visit=visit)
-                await self._endpoints[record.head.path](scope, view.receive(), view.send)
+                await self._maker.endpoints[record.head.path](scope, view.receive(), view.send)
             finally:
                 view.finish()
 
@@ -332,15 +221,15 @@ class ResponseStore:
             return None
 
     def _on_orphan(self, name: str) -> None:
-        if name not in self._owned and name not in self._adopting:
+        if name not in self._shelf and name not in self._adopting:
             self._adopting.add(name)
             self._spawn(self._adopt_orphan(name)).add_done_callback(lambda _: self._adopting.discard(name))
 
     async def _adopt_orphan(self, name: str) -> None:
         record = await self._copies.orphan(name)
-        if name in self._owned:
+        if name in self._shelf:
             return
-        if record is not None and self._bytes + record.size <= self._most_bytes:
+        if record is not None and self._shelf.has_room(record.size):
             log.info("answer %s: its router is lost, this one goes on with it", name)
             await self._adopt(record)
 
@@ -350,16 +239,14 @@ class ResponseStore:
         Returns what another taker has made of it meanwhile, where one has.
         """
         record.epoch, record.owner = record.epoch + 1, ""
-        head, kept = record.head, self._kept(record.head)
-        one = Owned(record, kept)
+        head, one = record.head, Owned(record, kept_of(record.head))
         if record.end is not None:
             one.ended_at = asyncio.get_running_loop().time()
-            self._owned[head.name] = one
-            self._take_notes(one)
+            self._shelf.put(one)
             self._copies.put(record)
             self._sweep_later()
             return one
-        answer_log, loop = record.log(kept), asyncio.get_running_loop()
+        answer_log, loop = record.log(one.kept), asyncio.get_running_loop()
         context = CallContext(head.session, fingerprint=answer_log.fingerprint, continues=True)
         left = None if head.deadline is None else loop.time() + head.deadline - self._clock()
         tenant = self._tenancy.holder(head.tenant)
@@ -372,45 +259,11 @@ class ResponseStore:
 
     def _on_superseded(self, name: str, epoch: int) -> None:
         """Another router has the answer, or has dropped it: it is made here no more, and clients are given theirs."""
-        one = self._owned.get(name)
+        one = self._shelf.get(name)
         if one is not None and one.record.epoch <= epoch:
-            self._drop(one)
+            self._shelf.drop(one)
 
-    # --- room and time
-
-    def _make_room(self, size: int) -> None:
-        """Drop the oldest answers that have ended until there is room. Raises `ApiError`."""
-        for one in list(self._owned.values()):
-            if self._bytes + size <= self._most_bytes:
-                return
-            if one.task is None:
-                self._drop(one)
-        if self._bytes + size > self._most_bytes:
-            message = "the server keeps as many unfinished responses as it may; try again later"
-            raise ApiError("overloaded", message, retry_after=5)
-
-    def _fits(self, one: Owned) -> bool:
-        if one.size > MOST_OF_ONE:
-            return False
-        if self._bytes <= self._most_bytes:
-            return True
-        try:
-            self._make_room(0)
-        except ApiError:
-            return False
-        return True
-
-    def _drop(self, one: Owned) -> None:
-        """Keep an answer no more."""
-        name = one.record.head.name
-        one.gone = True
-        if self._owned.get(name) is one:
-            del self._owned[name]
-            self._bytes -= one.counted
-            one.counted = 0
-            self._copies.drop(name)
-        if one.task is not None:
-            one.task.cancel()
+    # --- time
 
     def _sweep_later(self) -> None:
         if self._sweeping is None:
@@ -419,10 +272,10 @@ class ResponseStore:
     def _sweep(self) -> None:
         self._sweeping = None
         now = asyncio.get_running_loop().time()
-        for one in list(self._owned.values()):
+        for one in self._shelf:
             if one.task is None and now - one.ended_at >= self.retention:
-                self._drop(one)
-        if self._owned:
+                self._shelf.drop(one)
+        if len(self._shelf):
             self._sweep_later()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
