@@ -44,6 +44,7 @@ from cluster.openai.served_model import ServedModel
 from cluster.openai.thread_pool import FairThreadPool
 from cluster.openai.validation import parse_chat, parse_completion
 from cluster.responses.copies import Copies
+from cluster.responses.metrics import KeptAnswerCollector
 from cluster.responses.store import ResponseStore
 from cluster.router.metrics import TenantCollector
 from cluster.router.models import ModelFront, Models
@@ -85,6 +86,8 @@ def build_app(
     metrics.register(TenantCollector(tenancy, models, metrics))
     services, stored = Services(models, FairThreadPool(), max_body_bytes), Stored(store)
     kept = ResponseStore(tenancy, response_retention, copies) if response_retention else None
+    if kept is not None:
+        metrics.register(KeptAnswerCollector(kept, metrics))
     routes = [
         *_endpoint_routes(services, kept),
         *FileRoutes(stored).routes(),

@@ -156,8 +156,10 @@ class KeptEndpoint(Responder):
         left = None if deadline is None else now + deadline - asyncio.get_running_loop().time()
         background = self._path == RESPONSES and fields.get("background") is True
         session = headers.get(SESSION_HEADER, "")
-        by_id = fields.get("store") is not False
-        return Head(name, self._path, body, tenant, now, b"", seed, background, left, session, by_id)
+        by_id, stays = fields.get("store") is not False, background or fields.get("store") is True
+        return Head(
+            name, self._path, body, tenant, now, b"", seed, background, left, session, by_id, needs_client=not stays
+        )
 
     async def _kept(
         self,
@@ -305,6 +307,7 @@ async def send_response(view: AnswerView, answer: Answer, wait: bool) -> Give | 
     """Send the body of a response. wait: for its end. Returns as `send_events`."""
     while not (view.over or (view.response and not wait)):
         await view.changed()
+    view.check()
     if view.status not in (0, 200):
         return await send_whole(view, answer)
     if view.lost or not view.response:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
 
 from cluster.answer_log import Kept
 from cluster.errors import ApiError
@@ -14,13 +17,17 @@ from cluster.responses.view import AnswerView
 
 MOST_BYTES = 512 << 20  # of all answers that one router keeps
 MOST_OF_ONE = 64 << 20
+GRACE = 30.0  # seconds for the clients of an answer that is made for them alone to come back
+DROPS = ("expired", "evicted", "deleted", "superseded", "refused")
+Drop = Literal["expired", "evicted", "deleted", "superseded", "refused"]
 
 
 @dataclass(slots=True, eq=False)
 class Owned:
     """An answer that this router makes or has made. view: None of one whose frames are made again when asked for.
 
-    task: while it runs. gone: it is kept no more. outgrown: it was ended because it took too much.
+    task: while it runs. gone: it is kept no more. outgrown: it was ended because it took too much. readers: who wait
+    for it here. read_at: when somebody last did, here or elsewhere, on the event loop's clock.
     """
 
     record: Record
@@ -29,7 +36,8 @@ class Owned:
     task: asyncio.Task[None] | None = None
     gone: bool = False
     outgrown: bool = False
-    ended_at: float = 0.0
+    readers: int = 0
+    read_at: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     counted: int = 0
 
     @property
@@ -37,12 +45,31 @@ class Owned:
         """Bytes that it takes."""
         return self.record.size + (0 if self.view is None else self.view.size)
 
+    @contextmanager
+    def read(self) -> Iterator[None]:
+        """Count a reader while the block runs."""
+        self.readers += 1
+        try:
+            yield
+        finally:
+            self.readers -= 1
+            self.read_at = asyncio.get_running_loop().time()
+
+    def is_abandoned(self, now: float) -> bool:
+        """Return whether it is ended, as nobody has waited for it for long."""
+        waited_for = self.readers or now - self.read_at < GRACE
+        return self.task is not None and self.record.head.needs_client and not waited_for
+
 
 class Shelf:
-    """Used on one event loop. most_bytes: of all answers, None = `MOST_BYTES`."""
+    """Used on one event loop. most_bytes: of all answers, None = `MOST_BYTES`.
+
+    dropped: how many were, by reason, since the router started.
+    """
 
     def __init__(self, copies: Copies, most_bytes: int | None = None) -> None:
         self.num_bytes = 0
+        self.dropped: Counter[str] = Counter()
         self._copies = copies
         self._most_bytes = MOST_BYTES if most_bytes is None else most_bytes
         self._owned: dict[str, Owned] = {}  # those that ended first come first, behind none that runs
@@ -84,7 +111,7 @@ class Shelf:
             if self.has_room(size):
                 return
             if one.task is None:
-                self.drop(one)
+                self.drop(one, "evicted")
         if not self.has_room(size):
             message = "the server keeps as many unfinished responses as it may; try again later"
             raise ApiError("overloaded", message, retry_after=5)
@@ -103,12 +130,13 @@ class Shelf:
             return error
         return None
 
-    def drop(self, one: Owned) -> None:
+    def drop(self, one: Owned, why: Drop) -> None:
         """Keep an answer no more; one that runs is ended."""
         name = one.record.head.name
         one.gone = True
         if self._owned.get(name) is one:
             del self._owned[name]
+            self.dropped[why] += 1
             self.weigh(one)
             self._copies.drop(name)
         if one.task is not None:

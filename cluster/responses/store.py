@@ -22,9 +22,9 @@ from cluster.answer_log import AnswerFacts, AnswerLog
 from cluster.errors import ApiError
 from cluster.openai.response_output import response_cancelled
 from cluster.responses.copies import Copies, NoCopies
-from cluster.responses.following import Following
-from cluster.responses.making import Maker
+from cluster.responses.making import Maker, abandoned
 from cluster.responses.record import Head, Record, kept_of
+from cluster.responses.replays import Replays
 from cluster.responses.shelf import Owned, Shelf
 from cluster.responses.view import AnswerView
 from cluster.token_source import CallContext
@@ -49,19 +49,21 @@ class ResponseStore:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.retention = retention
+        self.taken_over = self.refused = 0
         self._tenancy = tenancy
         self._copies: Copies = copies or NoCopies()
         self._clock = clock
-        self._shelf = Shelf(self._copies, most_bytes)
-        self._maker = Maker(self._shelf, self._copies, self._spawn, clock)
+        self.shelf = Shelf(self._copies, most_bytes)
+        self.maker = Maker(self.shelf, self._copies, self._spawn, clock)
+        self.replays = Replays(tenancy, self._copies, self.maker)
         self._adopting: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweeping: asyncio.TimerHandle | None = None
-        self._copies.listen(self._on_orphan, self._on_superseded)
+        self._copies.listen(self._on_orphan, self._on_superseded, self._on_followed)
 
     def serve(self, endpoints: Mapping[str, ASGIApp]) -> None:
         """Make answers by these. endpoints: by path."""
-        self._maker.endpoints = endpoints
+        self.maker.endpoints = endpoints
 
     @asynccontextmanager
     async def joined(
@@ -87,10 +89,12 @@ class ResponseStore:
         if former is not None and former.head.asked != head.asked:
             raise key_reused()
         if former is not None and not _may_go_on(former):
-            async with self._shown(former, None if one is None else one.view) as view:
+            async with self._shown(former, one) as view:
                 yield former.head, view
             return
-        yield head if former is None else former.head, await self._begin(head, visit, facts, former)
+        one = self._started(head, visit, facts, former)
+        with one.read():
+            yield one.record.head, await self._accepted(one)
 
     @asynccontextmanager
     async def found(self, name: str, tenant: str, by_id: bool = True) -> AsyncIterator[tuple[Head, AnswerView]]:
@@ -102,21 +106,18 @@ class ResponseStore:
         record = await self._copies.fetch(name, tenant) if one is None else one.record
         if record is None or (by_id and not record.head.by_id):
             raise not_kept(name, self.retention)
-        async with self._shown(record, None if one is None else one.view) as view:
+        async with self._shown(record, one) as view:
             yield record.head, view
 
     @asynccontextmanager
-    async def _shown(self, record: Record, view: AnswerView | None = None) -> AsyncIterator[AnswerView]:
+    async def _shown(self, record: Record, one: Owned | None) -> AsyncIterator[AnswerView]:
         """Have the frames of an answer, made again where there are none."""
-        if view is not None:
-            yield view
+        if one is not None and one.view is not None:
+            with one.read():
+                yield one.view
             return
-        view, task = self._replay(record)
-        try:
-            yield view
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        async with self.replays.of(record) as again:
+            yield again
 
     async def cancel(self, name: str, tenant: str) -> None:
         """End a background answer, wherever it is made; one that has ended stays as it is.
@@ -130,7 +131,7 @@ class ResponseStore:
         if one.view is not None:
             while not (one.view.begun or one.view.over):
                 await one.view.changed()
-            self._maker.stop(one, response_cancelled())
+            self.maker.stop(one, response_cancelled())
             await one.view.whole()
 
     async def delete(self, name: str, tenant: str) -> None:
@@ -139,7 +140,7 @@ class ResponseStore:
         one = self._own(name, tenant)  # an orphan may have been taken over meanwhile
         self._copies.forget(name, tenant)
         if one is not None:
-            self._shelf.drop(one)
+            self.shelf.drop(one, "deleted")
 
     async def _head_by_id(self, name: str, tenant: str) -> Head:
         """Return the head of an answer that its client names. Raises `ApiError` (404)."""
@@ -157,49 +158,43 @@ class ResponseStore:
             self._sweeping.cancel()
 
     def _own(self, name: str, tenant: str) -> Owned | None:
-        return self._shelf.get(name, tenant)
+        return self.shelf.get(name, tenant)
 
     # --- making answers
 
-    async def _begin(self, head: Head, visit: Visit, facts: AnswerFacts | None, former: Record | None) -> AnswerView:
+    def _started(self, head: Head, visit: Visit, facts: AnswerFacts | None, former: Record | None) -> Owned:
         """Begin an answer, or go on with a former one that failed."""
-        self._shelf.make_room(len(head.body))
+        try:
+            self.shelf.make_room(len(head.body))
+        except ApiError:
+            self.refused += 1
+            raise
         record = Record(head)
         if former is not None:
             record = Record(former.head, list(former.notes), None, former.epoch + 1)
-        if (present := self._shelf.get(head.name)) is not None:
-            self._shelf.drop(present)
+        if (present := self.shelf.get(head.name)) is not None:
+            self.shelf.drop(present, "superseded")
         one = Owned(record, kept_of(head))
         answer_log = record.log(one.kept)
         answer_log.facts = answer_log.facts or facts
         visit.outlive()
-        view = self._run(one, answer_log, visit)
+        self._run(one, answer_log, visit)
+        return one
+
+    async def _accepted(self, one: Owned) -> AnswerView:
+        """Return the frames of an answer once its request was accepted, and is known elsewhere, or refused."""
+        view = one.view
+        if view is None:
+            raise RuntimeError("an answer that was begun has no frames")
         while not (view.begun or view.over):
             await view.changed()
         if view.begun:
-            await self._copies.settle(record)
+            await self._copies.settle(one.record)
         return view
 
     def _run(self, one: Owned, answer_log: AnswerLog, visit: Visit) -> AnswerView:
         self._sweep_later()
-        return self._maker.run(one, answer_log, visit)
-
-    def _replay(self, record: Record) -> tuple[AnswerView, asyncio.Task[None]]:
-        """Have the frames of an answer made again that this router does not make."""
-        kept = kept_of(record.head)
-        view = AnswerView(record.head, record.log(kept), current=False)
-        Following(record, self._copies, kept, view.catch_up)
-        context = CallContext(continues=True)
-        visit = Visit(self._tenancy, self._tenancy.holder(record.head.tenant), None, context, charged=True)
-
-        async def make() -> None:
-            try:
-                scope = view.scope(tenant=visit.tenant, visit=visit)
-                await self._maker.endpoints[record.head.path](scope, view.receive(), view.send)
-            finally:
-                view.finish()
-
-        return view, self._spawn(make())
+        return self.maker.run(one, answer_log, visit)
 
     # --- answers of others
 
@@ -221,17 +216,23 @@ class ResponseStore:
             return None
 
     def _on_orphan(self, name: str) -> None:
-        if name not in self._shelf and name not in self._adopting:
+        if name not in self.shelf and name not in self._adopting:
             self._adopting.add(name)
             self._spawn(self._adopt_orphan(name)).add_done_callback(lambda _: self._adopting.discard(name))
 
     async def _adopt_orphan(self, name: str) -> None:
         record = await self._copies.orphan(name)
-        if name in self._shelf:
+        if record is None:
             return
-        if record is not None and self._shelf.has_room(record.size):
-            log.info("answer %s: its router is lost, this one goes on with it", name)
-            await self._adopt(record)
+        try:
+            if name not in self.shelf and self.shelf.has_room(record.size):
+                log.info("answer %s: its router is lost, this one goes on with it", name)
+                one = await self._adopt(record)
+                while one.view is not None and not (one.view.begun or one.view.over):
+                    await one.view.changed()
+        finally:
+            if name not in self.shelf:  # there is no room, or the request is refused here
+                self._copies.disclaim(name)
 
     async def _adopt(self, record: Record) -> Owned:
         """Make a record this router's own: go on with the answer, or keep it if it has ended.
@@ -239,10 +240,11 @@ class ResponseStore:
         Returns what another taker has made of it meanwhile, where one has.
         """
         record.epoch, record.owner = record.epoch + 1, ""
+        self.taken_over += 1
         head, one = record.head, Owned(record, kept_of(record.head))
         if record.end is not None:
-            one.ended_at = asyncio.get_running_loop().time()
-            self._shelf.put(one)
+            record.ended_at = asyncio.get_running_loop().time() if record.ended_at is None else record.ended_at
+            self.shelf.put(one)
             self._copies.put(record)
             self._sweep_later()
             return one
@@ -259,9 +261,13 @@ class ResponseStore:
 
     def _on_superseded(self, name: str, epoch: int) -> None:
         """Another router has the answer, or has dropped it: it is made here no more, and clients are given theirs."""
-        one = self._shelf.get(name)
+        one = self.shelf.get(name)
         if one is not None and one.record.epoch <= epoch:
-            self._shelf.drop(one)
+            self.shelf.drop(one, "superseded")
+
+    def _on_followed(self, name: str) -> None:
+        if (one := self.shelf.get(name)) is not None:
+            one.read_at = asyncio.get_running_loop().time()
 
     # --- time
 
@@ -272,10 +278,13 @@ class ResponseStore:
     def _sweep(self) -> None:
         self._sweeping = None
         now = asyncio.get_running_loop().time()
-        for one in self._shelf:
-            if one.task is None and now - one.ended_at >= self.retention:
-                self._shelf.drop(one)
-        if len(self._shelf):
+        for one in self.shelf:
+            ended_at = one.record.ended_at
+            if one.task is None and ended_at is not None and now - ended_at >= self.retention:
+                self.shelf.drop(one, "expired")
+            elif one.is_abandoned(now):
+                self.maker.stop(one, abandoned())
+        if len(self.shelf):
             self._sweep_later()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
