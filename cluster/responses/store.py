@@ -124,7 +124,7 @@ class ResponseStore:
 
         Raises `ApiError`: 404 where there is none, 400 where its client waits for it.
         """
-        if not (await self._head_by_id(name, tenant)).background:
+        if not (await self.head_by_id(name, tenant)).background:
             message = f"response_id: {name[:100]!r} was not begun with background=true; delete it to end it"
             raise ApiError("invalid_value", message, param="response_id", status=400)
         one = await self._taken(name, tenant)
@@ -136,13 +136,13 @@ class ResponseStore:
 
     async def delete(self, name: str, tenant: str) -> None:
         """Keep an answer no more; one that runs is ended. Raises `ApiError` (404)."""
-        await self._head_by_id(name, tenant)
+        await self.head_by_id(name, tenant)
         one = self._own(name, tenant)  # an orphan may have been taken over meanwhile
         self._copies.forget(name, tenant)
         if one is not None:
             self.shelf.drop(one, "deleted")
 
-    async def _head_by_id(self, name: str, tenant: str) -> Head:
+    async def head_by_id(self, name: str, tenant: str) -> Head:
         """Return the head of an answer that its client names. Raises `ApiError` (404)."""
         one = self._own(name, tenant)
         record = await self._copies.fetch(name, tenant) if one is None else one.record
