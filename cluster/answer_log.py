@@ -72,9 +72,9 @@ class Kept:
 
     request_id: what it goes by. seed: of one whose client gave none; None = random. background: its client waits for
     no token. coming: what another router has of it behind `AnswerLog.past`, instead of computing it; None = computes
-    it. completed_at: when it was complete, where that is known (seconds since 1970). cancelled: it ends because its
-    client wants it no more. on_begun: called when the request was accepted. error: what ended it,
-    where that is known.
+    it. completed_at: when it was complete, where that is known (seconds since 1970). stopped_by: the
+    error with which the server ends it before it is complete. on_begun: called when the request was accepted.
+    error: what ended it, where that is known.
     """
 
     request_id: str
@@ -82,7 +82,7 @@ class Kept:
     background: bool = False
     coming: Callable[[], AsyncIterator[tuple[int, TokenChunk]]] | None = None
     completed_at: int | None = None
-    cancelled: bool = False
+    stopped_by: ApiError | None = None
     on_begun: Callable[[], None] = do_nothing
     error: ApiError | None = None
 

@@ -34,8 +34,8 @@ from cluster.http.endpoints import (
     tokenize,
 )
 from cluster.http.gate import Gate
-from cluster.http.kept_answers import KeptChatEndpoint, KeptEndpoint, KeptResponseEndpoint
-from cluster.http.openapi import openapi
+from cluster.http.kept_answers import InputItemsEndpoint, KeptChatEndpoint, KeptEndpoint, KeptResponseEndpoint
+from cluster.http.openapi import OPERATIONS, SERVED, openapi
 from cluster.http.sites import Sites
 from cluster.http.storage import FileThreads, Stored
 from cluster.http.ui import ui_route
@@ -44,6 +44,7 @@ from cluster.openai.served_model import ServedModel
 from cluster.openai.thread_pool import FairThreadPool
 from cluster.openai.validation import parse_chat, parse_completion
 from cluster.responses.copies import Copies
+from cluster.responses.metrics import KeptAnswerCollector
 from cluster.responses.store import ResponseStore
 from cluster.router.metrics import TenantCollector
 from cluster.router.models import ModelFront, Models
@@ -85,12 +86,14 @@ def build_app(
     metrics.register(TenantCollector(tenancy, models, metrics))
     services, stored = Services(models, FairThreadPool(), max_body_bytes), Stored(store)
     kept = ResponseStore(tenancy, response_retention, copies) if response_retention else None
+    if kept is not None:
+        metrics.register(KeptAnswerCollector(kept, metrics))
     routes = [
         *_endpoint_routes(services, kept),
         *FileRoutes(stored).routes(),
         *BatchRoutes(stored, services.thread_pool, max_body_bytes).routes(),
         *_model_routes(models),
-        *_document_routes(tenancy.keyed),
+        *_document_routes(tenancy.keyed, drain is not None),
         *_status_routes(metrics, models, ready),
         Route("/why/{name}", partial(_why, models)),
         ui_route(),
@@ -138,6 +141,7 @@ def _endpoint_routes(services: Services, kept: ResponseStore | None) -> list[Rou
         *[Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()],
         Route("/v1/chat/completions/{completion_id}", KeptChatEndpoint(kept), methods=["DELETE"]),
         Route(one, KeptResponseEndpoint(kept), methods=["GET", "DELETE"]),
+        Route(f"{one}/input_items", InputItemsEndpoint(services, kept), methods=["GET"]),
         Route(f"{one}/cancel", KeptResponseEndpoint(kept, cancels=True), methods=["POST"]),
     ]
 
@@ -174,10 +178,10 @@ def _card(model: ServedModel, name: str) -> dict[str, Any]:
     }
 
 
-def _document_routes(keyed: bool) -> list[Route]:
+def _document_routes(keyed: bool, drains: bool) -> list[Route]:
     @cache
     def document() -> bytes:
-        return json.encode(openapi(keyed=keyed))
+        return json.encode(openapi(OPERATIONS if drains else SERVED, keyed))
 
     async def show_document(_: Request) -> Response:
         return Response(document(), media_type="application/json")

@@ -152,6 +152,7 @@ class Answer:
     def __init__(self, send: Send) -> None:
         self._to_client = send
         self.status = 0  # 0 until it is decided
+        self.is_whole = False  # its last byte is sent, or on its way
         self._streaming = False
         self._sends = 0
         self._sending = False
@@ -220,5 +221,6 @@ class Answer:
     async def _send(self, message: Message) -> None:
         self._sends += 1
         self._sending = True
+        self.is_whole = message["type"] == "http.response.body" and not message.get("more_body")
         await self._to_client(message)
         self._sending = False

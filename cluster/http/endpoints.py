@@ -18,7 +18,7 @@ from msgspec import Raw, json
 from starlette.types import Receive, Scope, Send
 
 from cluster.admission.tenants import Visit
-from cluster.answer_log import ANSWER_LOG, AnswerFacts, AnswerLog
+from cluster.answer_log import ANSWER_LOG, AnswerFacts, AnswerLog, Kept
 from cluster.errors import ApiError, as_api_error
 from cluster.http.asgi import READ_PATIENCE, Answer, ClientGone, ClientStalled, read_body, until_disconnect
 from cluster.openai.call import Call, Parse, PromptOptions, chat_ids, conversation_of
@@ -30,7 +30,7 @@ from cluster.openai.generation import MANY_LOGPROBS, Generation, built, whole_bo
 from cluster.openai.refusals import Refusal
 from cluster.openai.request_fields import DetokenizeFields, TokenizeFields
 from cluster.openai.response_input import ResponseCall, our_name, parse_response, renamed
-from cluster.openai.response_output import ResponseWriter, response_cancelled
+from cluster.openai.response_output import ResponseWriter
 from cluster.openai.served_model import ServedModel
 from cluster.openai.thread_pool import FairThreadPool
 from cluster.openai.validation import checked_fields, parse_json, refuse_other_models
@@ -102,6 +102,12 @@ class Responder(ABC):
             await self._fail(answer, as_api_error(error), exchange)
         except ApiError as error:
             await self._fail(answer, error, exchange)
+        except asyncio.CancelledError:
+            kept: Kept | None = scope["state"][ANSWER_LOG].kept
+            if kept is None or kept.stopped_by is None or answer.is_whole:
+                raise
+            kept.error = kept.stopped_by
+            await self._fail(answer, kept.stopped_by, exchange)
         except Exception as error:
             log.error("request %s failed inside", exchange["id"], exc_info=redacted(error), extra=about(exchange))
             sorry = ApiError("internal_error", "the server failed; its log has more under this request id")
@@ -231,7 +237,7 @@ class ResponsesEndpoint(Endpoint):
         writer = ResponseWriter(asked, model.model_id, model.tokenizer, kept)
         streams = call.stream or kept is not None
         try:
-            if kept is not None and kept.background:
+            if kept is not None and (kept.background or kept.coming is not None):
                 await answer.events(writer.take())
             async with aclosing(generation.deltas()) as deltas:
                 async for delta in deltas:
@@ -239,27 +245,26 @@ class ResponsesEndpoint(Endpoint):
                     if streams and not generation.catches_up:
                         await answer.events(writer.take())
         except asyncio.CancelledError:
-            if kept is None or not kept.cancelled:
+            if kept is None or kept.stopped_by is None or not answer.status:
                 raise
-            writer.fail(response_cancelled())
-            await answer.end(writer.take())
-            return
+            ended_by = kept.stopped_by
         except (ApiError, InvalidRequestError) as error:
-            typed = call.clients_error(error)
-            typed.param = None if typed.param is None else our_name(typed.param)
+            ended_by = call.clients_error(error)
+            ended_by.param = None if ended_by.param is None else our_name(ended_by.param)
             if not answer.status:  # nothing was sent: the error gets its status
-                raise typed from error
-            typed.request_id = call.request_id
-            if kept is not None:
-                kept.error = typed
-            writer.fail(typed)
-            await answer.end(writer.take())
-            return
-        body = writer.end(generation.usage)
-        if streams:
-            await answer.end(writer.take())
+                raise ended_by from error
         else:
-            await answer.json(200, json.encode(body))
+            body = writer.end(generation.usage)
+            if streams:
+                await answer.end(writer.take())
+            else:
+                await answer.json(200, json.encode(body))
+            return
+        ended_by.request_id = call.request_id
+        if kept is not None:
+            kept.error = ended_by
+        writer.fail(ended_by)
+        await answer.end(writer.take())
 
 
 def _built_response(

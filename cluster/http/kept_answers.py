@@ -10,7 +10,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Set
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -21,25 +21,23 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.admission.deadline import deadline_exceeded
 from cluster.admission.tenants import Visit
-from cluster.answer_log import ANSWER_LOG, AnswerFacts, AnswerLog
+from cluster.answer_log import ANSWER_LOG, AnswerLog
 from cluster.client_id import SESSION_HEADER
 from cluster.errors import ApiError
 from cluster.http.asgi import Answer, read_body, until_disconnect
 from cluster.http.endpoints import Endpoint, Responder, Services
-from cluster.openai.response_fields import REFUSED_QUERY, ResponseQuery
+from cluster.http.giving import Give, give_elsewhere, send_events, send_response, send_whole, show, whole_response
+from cluster.openai.input_items import items_page
+from cluster.openai.response_fields import REFUSED_ITEMS_QUERY, REFUSED_QUERY, ItemsQuery, ResponseQuery
 from cluster.openai.validation import checked_fields, parse_json
 from cluster.responses.record import Head
 from cluster.responses.store import ResponseStore
-from cluster.responses.view import AnswerView
 from engine.errors import InvalidRequestError
 
 KEY_HEADER, LAST_HEADER = "idempotency-key", "last-event-id"
 LONGEST_KEY = 255
-MOST_MOVES = 3  # routers that may take an answer over while a client waits for it
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
 PREFIXES = {RESPONSES: "resp_", CHAT: "chatcmpl-", "/v1/completions": "cmpl-"}
-# Gives out a view; returns what is left to be done with that of another router.
-Give = Callable[[AnswerView, Answer], Awaitable["Give | None"]]
 # A body without a match asks for nothing to be kept; names may be written with escapes of their letters.
 _OF_KEPT = re.compile(rb'"background"|"store"|"previous_response_id"|\\u00[5-7]')
 
@@ -119,7 +117,7 @@ class KeptEndpoint(Responder):
         name, param, tenant = fields["previous_response_id"], "previous_response_id", visit.tenant.name
         try:
             async with asyncio.timeout_at(visit.deadline):
-                head, response = await _whole_response(store, name, tenant)
+                head, response = await whole_response(store, name, tenant)
         except TimeoutError:
             raise deadline_exceeded(f"the request's deadline passed before its {param} was complete") from None
         except ApiError as error:
@@ -156,8 +154,10 @@ class KeptEndpoint(Responder):
         left = None if deadline is None else now + deadline - asyncio.get_running_loop().time()
         background = self._path == RESPONSES and fields.get("background") is True
         session = headers.get(SESSION_HEADER, "")
-        by_id = fields.get("store") is not False
-        return Head(name, self._path, body, tenant, now, b"", seed, background, left, session, by_id)
+        by_id, stays = fields.get("store") is not False, background or fields.get("store") is True
+        return Head(
+            name, self._path, body, tenant, now, b"", seed, background, left, session, by_id, needs_client=not stays
+        )
 
     async def _kept(
         self,
@@ -177,7 +177,7 @@ class KeptEndpoint(Responder):
         exchange, log = state["exchange"], state[ANSWER_LOG]
         streams = fields.get("stream") is True
         async with self._store.joined(head, state["visit"], log.facts, complete) as (_, view):
-            _show(view, exchange, log)
+            show(view, exchange, log)
             if streams:
                 give: Give = partial(send_events, behind=-1 if behind is None else behind)
             elif self._path == RESPONSES:
@@ -186,7 +186,7 @@ class KeptEndpoint(Responder):
                 give = send_whole
             moved = await give(view, answer)
         if moved is not None:
-            await _give_elsewhere(self._store, head, moved, answer)
+            await give_elsewhere(self._store, head, moved, answer)
 
 
 class KeptResponseEndpoint(Responder):
@@ -200,13 +200,9 @@ class KeptResponseEndpoint(Responder):
         await until_disconnect(receive, self._act(scope, answer), answer)
 
     async def _act(self, scope: Scope, answer: Answer) -> None:
-        store, state = self._store, scope["state"]
+        state = scope["state"]
         name, tenant = scope["path_params"]["response_id"], state["tenant"].name
-        if store is None:
-            message = "this server keeps no responses: its --response-retention is 0"
-            raise ApiError("not_found", message, param="response_id")
-        if not name.startswith(PREFIXES[RESPONSES]) or len(name) > 100:
-            raise ApiError("not_found", f"{name[:100]!r} is no id of a response: they begin with resp_")
+        store = _store_of(name, self._store)
         query = _query(scope) if scope["method"] == "GET" else ResponseQuery()
         behind = _behind(query, _last_event(Headers(scope=scope)))
         if scope["method"] == "DELETE":
@@ -219,13 +215,35 @@ class KeptResponseEndpoint(Responder):
         async with store.found(name, tenant) as (found, view):
             while not ((view.response and view.current) or view.over):
                 await view.changed()
-            _show(view, state["exchange"], state[ANSWER_LOG])
+            show(view, state["exchange"], state[ANSWER_LOG])
             give: Give = partial(send_response, wait=False)
             if query.stream:
                 give = partial(send_events, behind=behind)
             head, moved = found, await give(view, answer)
         if moved is not None:
-            await _give_elsewhere(store, head, moved, answer)
+            await give_elsewhere(store, head, moved, answer)
+
+
+class InputItemsEndpoint(Responder):
+    """`GET /v1/responses/{response_id}/input_items`."""
+
+    def __init__(self, services: Services, store: ResponseStore | None) -> None:
+        self._services = services
+        self._store = store
+
+    async def _respond(self, scope: Scope, receive: Receive, answer: Answer) -> None:
+        await until_disconnect(receive, self._list(scope, answer), answer)
+
+    async def _list(self, scope: Scope, answer: Answer) -> None:
+        name, tenant = scope["path_params"]["response_id"], scope["state"]["tenant"].name
+        store = _store_of(name, self._store)
+        query = checked_fields(ItemsQuery, _parameters(scope, {"limit"}), REFUSED_ITEMS_QUERY)
+        head = await store.head_by_id(name, tenant)
+
+        def page() -> bytes:
+            return json.encode(items_page(parse_json(head.body)["input"], name, query))
+
+        await answer.json(200, await self._services.thread_pool.run(len(head.body), page, tenant))
 
 
 class KeptChatEndpoint(Responder):
@@ -248,92 +266,19 @@ class KeptChatEndpoint(Responder):
         await answer.json(200, json.encode(body))
 
 
-def _show(view: AnswerView, exchange: dict[str, str], log: AnswerLog) -> None:
-    """Have the exchange bear the names of the answer, and its ingress know them."""
-    for name in ("id", "model", "ignored"):
-        if name in view.exchange:
-            exchange[name] = view.exchange[name]
-    if view.log.facts is not None and log.facts is None:
-        log.begin(AnswerFacts(view.log.facts.request_id, view.log.facts.created, view.log.facts.seed))
-
-
-async def _give_elsewhere(store: ResponseStore, head: Head, give: Give, answer: Answer) -> None:
-    """Go on giving out an answer that another router has taken over. Raises `ApiError`."""
-    for _ in range(MOST_MOVES):
-        async with store.found(head.name, head.tenant, by_id=False) as (_, view):
-            moved = await give(view, answer)
-        if moved is None:
-            return
-        give = moved
-    raise _lost()
-
-
-async def _whole_response(store: ResponseStore, name: str, tenant: str) -> tuple[Head, bytes]:
-    """Return what was asked and the body of a response once it has ended, wherever it is made. Raises `ApiError`."""
-    for _ in range(MOST_MOVES + 1):
-        async with store.found(name, tenant) as (head, view):
-            await view.whole()
-            if not view.lost:
-                return head, view.response
-    raise _lost()
-
-
-async def send_events(view: AnswerView, answer: Answer, behind: int) -> Give | None:
-    """Send the events behind a number, each with its own as `id`, as they come.
-
-    Returns what is to be done with the view of another router where this one has lost the answer; None = all is sent.
-    """
-    while not (view.status or view.over):
-        await view.changed()
-    if view.status not in (0, 200):
-        return await send_whole(view, answer)
-    await answer.events(b"")
-    held = list[bytes]()
-    async for number in view.after(behind):
-        behind = number
-        held.append(view.numbered(number))
-        if number + 1 == len(view.events) or len(held) >= 64:
-            await answer.events(b"".join(held))
-            held.clear()
-    if view.lost:
-        return partial(send_events, behind=behind)
-    await answer.end(b"".join(held))
-    return None
-
-
-async def send_response(view: AnswerView, answer: Answer, wait: bool) -> Give | None:
-    """Send the body of a response. wait: for its end. Returns as `send_events`."""
-    while not (view.over or (view.response and not wait)):
-        await view.changed()
-    if view.status not in (0, 200):
-        return await send_whole(view, answer)
-    if view.lost or not view.response:
-        return partial(send_response, wait=wait)
-    error = view.end(0).error() if wait else None
-    if error is not None:
-        raise error
-    await answer.json(200, view.response)
-    return None
-
-
-async def send_whole(view: AnswerView, answer: Answer) -> Give | None:
-    """Send an answer that is no stream, as its endpoint made it. Returns as `send_events`."""
-    await view.whole()
-    if view.lost or not view.status:
-        return send_whole
-    others = [(name, value) for name, value in view.headers if name not in (b"content-type", b"content-length")]
-    await answer.json(view.status, view.body, others)
-    return None
+def _store_of(name: str, store: ResponseStore | None) -> ResponseStore:
+    """Return the store that may keep a response of this name. Raises `ApiError` (404)."""
+    if store is None:
+        message = "this server keeps no responses: its --response-retention is 0"
+        raise ApiError("not_found", message, param="response_id")
+    if not name.startswith(PREFIXES[RESPONSES]) or len(name) > 100:
+        raise ApiError("not_found", f"{name[:100]!r} is no id of a response: they begin with resp_")
+    return store
 
 
 def _items(given: Any) -> list[Any]:
     """Return the items of an input; what is neither a text nor a list is left to the validation of the field."""
     return given if isinstance(given, list) else [{"role": "user", "content": given}]
-
-
-def _lost() -> ApiError:
-    message = "the answer ended here before it was complete: it was deleted, or its router stops; ask for it again"
-    return ApiError("router_lost", message)
 
 
 def _key(headers: Headers) -> str | None:
@@ -371,6 +316,14 @@ def _behind(query: ResponseQuery, last: int | None) -> int:
 
 def _query(scope: Scope) -> ResponseQuery:
     """Return the query of a request; raises `InvalidRequestError` naming the first wrong parameter."""
+    found = checked_fields(ResponseQuery, _parameters(scope, {"starting_after"}), REFUSED_QUERY)
+    if found.starting_after is not None and not found.stream:
+        raise InvalidRequestError("starting_after is allowed only with stream=true", "starting_after")
+    return found
+
+
+def _parameters(scope: Scope, numbers: Set[str]) -> dict[str, Any]:
+    """Return the parameters of a query. numbers: names of those that are. Raises `InvalidRequestError`."""
     given: dict[str, Any] = {}
     for name, value in QueryParams(scope["query_string"]).multi_items():
         if name in given:
@@ -378,12 +331,9 @@ def _query(scope: Scope) -> ResponseQuery:
         given[name] = value
         if name == "stream" and value in ("true", "false"):
             given[name] = value == "true"
-        elif name == "starting_after" and value.isdecimal() and value.isascii() and len(value) < 10:
+        elif name in numbers and value.isdecimal() and value.isascii() and len(value) < 10:
             given[name] = int(value)
-    found = checked_fields(ResponseQuery, given, REFUSED_QUERY)
-    if found.starting_after is not None and not found.stream:
-        raise InvalidRequestError("starting_after is allowed only with stream=true", "starting_after")
-    return found
+    return given
 
 
 def _refused(name: str, message: str, code: str = "invalid_value") -> ApiError:

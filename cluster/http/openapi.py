@@ -16,10 +16,11 @@ from pydantic.json_schema import models_json_schema
 
 from cluster.batch.server.objects import Status
 from cluster.http.batch_routes import BatchFields, BatchListFields, FileFields, FileListFields
+from cluster.http.drain_route import DrainFields
 from cluster.openai.embeddings import EmbeddingFields
 from cluster.openai.fields import Fields
 from cluster.openai.request_fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
-from cluster.openai.response_fields import ResponseQuery, ResponseRequest
+from cluster.openai.response_fields import ItemsQuery, ResponseQuery, ResponseRequest
 
 _REFS = "#/components/schemas/{model}"
 _STRING, _INTEGER = {"type": "string"}, {"type": "integer"}
@@ -142,7 +143,7 @@ STORAGE_OPERATIONS: Sequence[Operation] = (
     Operation("/v1/batches/{id}", "Tell how far a batch is.", _BATCH),
     Operation("/v1/batches/{id}/cancel", "Have a batch ended.", _BATCH, verb="post"),
 )
-OPERATIONS: Sequence[Operation] = (
+SERVED: Sequence[Operation] = (
     Operation(
         "/v1/chat/completions",
         "Answer a conversation.",
@@ -181,6 +182,12 @@ OPERATIONS: Sequence[Operation] = (
     Operation(
         "/v1/responses/{response_id}", "Fetch a response that is kept.", _KEPT, query=ResponseQuery, streams=True
     ),
+    Operation(
+        "/v1/responses/{response_id}/input_items",
+        "List what a response that is kept was made from.",
+        _page({"type": "object"}),
+        query=ItemsQuery,
+    ),
     Operation("/v1/responses/{response_id}/cancel", "End a response that runs.", _KEPT, verb="post"),
     Operation(
         "/v1/responses/{response_id}",
@@ -211,6 +218,16 @@ OPERATIONS: Sequence[Operation] = (
     Operation("/version", "Tell the version.", _object(version=_STRING)),
     Operation("/health", "Tell that the process lives.", _object(status=_STRING), open=True),
     Operation("/ready", "Tell whether requests can be served.", _object(ready={"type": "boolean"}), not_yet=True),
+)
+# What a server over Ray has beside.
+OPERATIONS: Sequence[Operation] = (
+    *SERVED,
+    Operation(
+        "/drain",
+        "Announce that a node ends, with an operator's key.",
+        _object(nodes=_list(_STRING), deadline={"type": "number"}),
+        DrainFields,
+    ),
 )
 
 

@@ -180,6 +180,15 @@ class ResponseQuery(Fields):
     starting_after: int | None = note("only with stream: the sequence_number of the last event that came", 0, _MAX)
 
 
+class ItemsQuery(Fields):
+    """The query of `GET /v1/responses/{response_id}/input_items`."""
+
+    after: str | None = note("the id of the last item of the page before")
+    limit: int | None = note("1 to 100 items; default 20", 1, 100)
+    order: Literal["asc", "desc"] = note("asc: as they were sent, or desc: the last first", default="desc")
+
+
+REFUSED_ITEMS_QUERY: Mapping[str, Refusal] = {"include": Refusal((), "items are listed with all that they hold")}
 REFUSED_QUERY: Mapping[str, Refusal] = {
     "include": Refusal((), "send include with the request that begins the response"),
     "include_obfuscation": Refusal(("false",), "nothing is added to events"),

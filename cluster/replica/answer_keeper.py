@@ -8,9 +8,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Literal
 
 from cluster.replica.runs import RouterSession
-from cluster.wire.messages import Fetch, Fetched, Forget, Keep, Orphaned, Superseded
+from cluster.wire.messages import Disclaim, Fetch, Fetched, Followed, Forget, Keep, Orphaned, Superseded
 
 MOST_BYTES = 512 << 20  # of all copies; the oldest that have ended go first, then what grows is not kept here
 MOST_AT_ONCE = 1 << 20  # bytes of notes in one message
@@ -18,7 +19,8 @@ MOST_FORGOTTEN = 10_000  # names of dropped answers, so that no late word brings
 OF_NOTE = 64  # bytes that one takes beside its content
 TURN = 0.25  # seconds between two looks at who waits, and what is to be offered or dropped
 OFFER_AFTER = 4  # turns for a lost router to come back before its answers are offered to others
-OFFER_AGAIN = 12  # turns for a router to take one before it is offered to the next
+OFFER_AGAIN = 12  # turns for a router to claim one before it is offered to the next
+CLAIM = 120  # turns for a router to begin with one that it has claimed
 logger = logging.getLogger(__name__)
 
 
@@ -26,7 +28,9 @@ logger = logging.getLogger(__name__)
 class _Copy:
     """One answer. owner: name of the router that makes it. session: its link, None while it has none.
 
-    turns: since it has ended or has no session.
+    ended_at: on the event loop's clock. alone: turns without a session, over all its routers. claim: link of the
+    router that is about to go on with it. turns: until it is offered, or its claim is over. told: its router knows
+    that another one asks, since the last turn.
     """
 
     tenant: str
@@ -37,9 +41,17 @@ class _Copy:
     notes: list[bytes] = field(default_factory=list)
     end: bytes = b""
     retention: float = 0.0
+    ended_at: float = 0.0
+    alone: int = 0
+    claim: RouterSession | None = None
     turns: int = 0
+    told: bool = False
     offers: int = 0
     size: int = 0
+
+    def release(self) -> None:
+        """Have it offered to a router at the next turn."""
+        self.claim, self.turns = None, 0
 
 
 @dataclass(slots=True)
@@ -66,7 +78,7 @@ class AnswerKeeper:
     def __len__(self) -> int:
         return len(self._copies)
 
-    def take(self, session: RouterSession, message: Keep | Fetch | Forget) -> None:
+    def take(self, session: RouterSession, message: Keep | Fetch | Forget | Disclaim) -> None:
         """Act on a router's message."""
         match message:
             case Keep():
@@ -75,13 +87,19 @@ class AnswerKeeper:
                 self._fetch(session, message)
             case Forget():
                 self._forget(session, message)
+            case Disclaim(name=name):
+                copy = self._copies.get(name)
+                if copy is not None and copy.claim is session:
+                    copy.release()
         self._turn_later()
 
     def left(self, session: RouterSession) -> None:
         """Take note that a link is over."""
         for copy in self._copies.values():
             if copy.session is session:
-                copy.session, copy.turns, copy.offers = None, 0, 0
+                copy.session, copy.turns, copy.offers = None, OFFER_AFTER, 0
+            elif copy.claim is session:
+                copy.release()
         for name, waiting in list(self._waiting.items()):
             self._waiting[name] = [one for one in waiting if one.session is not session]
 
@@ -112,7 +130,7 @@ class AnswerKeeper:
             self._count(copy, -sum([len(note) + OF_NOTE for note in copy.notes]))
             copy.notes, copy.end = [], b""
             copy.epoch, copy.owner = said.epoch, session.link.router_id
-        copy.session = session
+        copy.session, copy.claim = session, None
         if said.first <= len(copy.notes):
             new = said.notes[len(copy.notes) - said.first :]
             self._count(copy, sum([len(note) + OF_NOTE for note in new]))
@@ -123,7 +141,7 @@ class AnswerKeeper:
                 session.send(Superseded(said.name, said.epoch, full=True))
                 return
             if said.end and not copy.end:
-                copy.end, copy.turns = said.end, 0
+                copy.end, copy.ended_at = said.end, asyncio.get_running_loop().time() - said.age
         copy.retention = said.retention
         self._tell(said.name, copy)
 
@@ -131,7 +149,13 @@ class AnswerKeeper:
         copy = self._copies.get(asked.name)
         if copy is None or asked.tenant not in (None, copy.tenant):
             session.send(Fetched(asked.ticket))
-        elif asked.wait and asked.known >= len(copy.notes) and not copy.end:
+            return
+        if copy.session is None and copy.claim is None and asked.claims:
+            copy.claim, copy.turns = session, CLAIM
+        if copy.session not in (None, session) and not (copy.end or copy.told):
+            copy.told = True
+            copy.session.send(Followed(asked.name))
+        if asked.wait and asked.known >= len(copy.notes) and not copy.end:
             waiting = _Waiting(session, asked, max(1, int(asked.wait / TURN)))
             self._waiting.setdefault(asked.name, []).append(waiting)
         else:
@@ -146,8 +170,19 @@ class AnswerKeeper:
             size += len(note)
         more = asked.known + len(notes) < len(copy.notes)
         head, end = b"" if asked.known else copy.head, b"" if more else copy.end
-        owned = copy.session is not None
-        said = Fetched(asked.ticket, asked.name, copy.epoch, head, tuple(notes), end, more, copy.owner, owned)
+        said = Fetched(
+            asked.ticket,
+            asked.name,
+            copy.epoch,
+            head,
+            tuple(notes),
+            end,
+            more,
+            copy.owner,
+            owned=copy.session is not None,
+            age=max(0.0, asyncio.get_running_loop().time() - copy.ended_at) if end else 0.0,
+            rival=_rival(asked.name, copy.claim, session) if asked.claims else "",
+        )
         session.send(said)
 
     def _tell(self, name: str, copy: _Copy) -> None:
@@ -197,12 +232,16 @@ class AnswerKeeper:
             self._timer = asyncio.get_running_loop().call_later(TURN, self._turn)
 
     def _turn(self) -> None:
-        self._timer = None
+        self._timer, now = None, asyncio.get_running_loop().time()
         for name, copy in list(self._copies.items()):
-            copy.turns += 1
-            if (copy.end or copy.session is None) and copy.turns * TURN > copy.retention:
+            copy.told = False
+            if copy.session is None:
+                copy.alone, copy.turns = copy.alone + 1, copy.turns - 1
+            age = now - copy.ended_at if copy.end else copy.alone * TURN
+            if age > copy.retention:
                 self._drop(name)
-            elif copy.session is None and copy.turns >= OFFER_AFTER + copy.offers * OFFER_AGAIN:
+            elif copy.session is None and copy.turns <= 0:
+                copy.claim = None
                 self._offer(name, copy)
         for name, waiting in list(self._waiting.items()):
             copy_of = self._copies.get(name)
@@ -222,6 +261,15 @@ class AnswerKeeper:
         if sessions:
             sessions[copy.offers % len(sessions)].send(Orphaned(name))
             copy.offers += 1
+            copy.turns = OFFER_AGAIN
+
+
+def _rival(name: str, claim: RouterSession | None, session: RouterSession) -> Literal["", "first", "second"]:
+    """Return which of two routers goes first that both claim an answer, "" where no other one than this does."""
+    if claim is None or claim is session:
+        return ""
+    theirs, own = (_rank(name, one.link.router_id) for one in (claim, session))
+    return "first" if theirs < own else "second"
 
 
 def _digest(head: bytes) -> bytes:

@@ -24,6 +24,7 @@ from cluster.wire.messages import (
     Abort,
     Begun,
     DamagedSubmitError,
+    Disclaim,
     Explain,
     Explained,
     Fetch,
@@ -251,7 +252,7 @@ class ReplicaCore:
                 flight, now = self._engine.flight, self._clock()
                 events = [waited(event, now) for event in flight.of(name, tenant)]
                 session.send(Explained(ticket, events))
-            case Keep() | Fetch() | Forget():
+            case Keep() | Fetch() | Forget() | Disclaim():
                 self._answers.take(session, message)
             case Resync():
                 self._sessions.report_blocks(session)

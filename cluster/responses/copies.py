@@ -27,7 +27,14 @@ class Copies(Protocol):
         ...
 
     async def orphan(self, name: str) -> Record | None:
-        """Return what is kept of an answer that is offered, None where a router has it: other copies are dropped."""
+        """Return what is kept of an answer that is offered, None where a router has it: other copies are dropped.
+
+        Who gets it has claimed it: it is offered to nobody else until it is `put`, or `disclaim`ed.
+        """
+        ...
+
+    def disclaim(self, name: str) -> None:
+        """Have an answer that was claimed offered to other routers."""
         ...
 
     async def news(self, record: Record, known: int, wait: float) -> Record | None:
@@ -46,10 +53,16 @@ class Copies(Protocol):
         """Look after the copies of a record no more: those of one that runs go, others when their time has come."""
         ...
 
-    def listen(self, orphaned: Callable[[str], None], superseded: Callable[[str, int], None]) -> None:
+    def listen(
+        self,
+        orphaned: Callable[[str], None],
+        superseded: Callable[[str, int], None],
+        followed: Callable[[str], None],
+    ) -> None:
         """Have `orphaned` called with the name of an answer whose router is gone, for this one to go on with it.
 
         superseded: called with the name of an answer that another router has gone on with or dropped, and its epoch.
+        followed: called with the name of an answer for which somebody waits at another router.
         """
         ...
 
@@ -71,6 +84,9 @@ class NoCopies:
         """Know nothing."""
         return None
 
+    def disclaim(self, name: str) -> None:
+        """Claim nothing."""
+
     async def news(self, record: Record, known: int, wait: float) -> Record | None:
         """Know nothing."""
         return None
@@ -81,5 +97,10 @@ class NoCopies:
     def drop(self, name: str) -> None:
         """Drop nothing."""
 
-    def listen(self, orphaned: Callable[[str], None], superseded: Callable[[str, int], None]) -> None:
+    def listen(
+        self,
+        orphaned: Callable[[str], None],
+        superseded: Callable[[str, int], None],
+        followed: Callable[[str], None],
+    ) -> None:
         """Call nothing."""

@@ -17,6 +17,7 @@ class Head(Struct, frozen=True, array_like=True):
     client sent under its key, b"" without one. seed: of an answer whose client gave none; None = random. background:
     its client does not wait. deadline and created: seconds since 1970; None = it takes as long as it takes. session:
     as `CallContext.session_id`. by_id: whether its client may fetch it by its name, and not by its key alone.
+    needs_client: whether it is ended where nobody waits for it any more.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Head(Struct, frozen=True, array_like=True):
     deadline: float | None = None
     session: str = ""
     by_id: bool = True
+    needs_client: bool = False
 
 
 class End(Struct, frozen=True, array_like=True):
@@ -63,7 +65,7 @@ class Record:
     """All that is kept of one answer. notes: of its `AnswerLog`, in order. end: None while it runs.
 
     epoch: rises whenever another router goes on with it. owner: that made it, "" = this one. size: bytes that it
-    takes. Used on one event loop.
+    takes. ended_at: on the event loop's clock, None = it is not known. Used on one event loop.
     """
 
     head: Head
@@ -72,6 +74,7 @@ class Record:
     epoch: int = 0
     size: int = 0
     owner: str = ""
+    ended_at: float | None = None
 
     def __post_init__(self) -> None:
         self.size = len(self.head.body) + sum(map(len, self.notes))
@@ -91,6 +94,11 @@ class Record:
         log = AnswerLog(self.notes) if self.notes else AnswerLog()
         log.kept = kept
         return log
+
+
+def kept_of(head: Head) -> Kept:
+    """Return how an answer is made, anew."""
+    return Kept(head.name, head.seed, head.background)
 
 
 def pack_head(head: Head) -> bytes:

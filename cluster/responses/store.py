@@ -12,47 +12,25 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from msgspec import structs
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp
 
 from cluster.admission.tenants import Tenancy, Visit
-from cluster.answer_log import AnswerFacts, AnswerLog, Kept
+from cluster.answer_log import AnswerFacts, AnswerLog
 from cluster.errors import ApiError
+from cluster.openai.response_output import response_cancelled
 from cluster.responses.copies import Copies, NoCopies
-from cluster.responses.following import Following
-from cluster.responses.record import Head, Record
+from cluster.responses.making import Maker, abandoned
+from cluster.responses.record import Head, Record, kept_of
+from cluster.responses.replays import Replays
+from cluster.responses.shelf import Owned, Shelf
 from cluster.responses.view import AnswerView
 from cluster.token_source import CallContext
 
-MOST_BYTES = 512 << 20  # of all answers that one router keeps
-MOST_OF_ONE = 64 << 20
 SWEEP = 1.0  # seconds between two looks at whose time has come
-NOTE_EVERY = 0.05  # seconds between two looks at what has come of an answer that runs
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class Owned:
-    """An answer that this router makes or has made. view: None of one that was taken over when it had ended.
-
-    task: while it runs. gone: it is kept no more. ended_at: on the event loop's clock.
-    """
-
-    record: Record
-    kept: Kept
-    view: AnswerView | None = None
-    task: asyncio.Task[None] | None = None
-    gone: bool = False
-    ended_at: float = 0.0
-    counted: int = 0
-
-    @property
-    def size(self) -> int:
-        """Bytes that it takes."""
-        return self.record.size + (0 if self.view is None else self.view.size)
 
 
 class ResponseStore:
@@ -71,21 +49,21 @@ class ResponseStore:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.retention = retention
+        self.taken_over = self.refused = 0
         self._tenancy = tenancy
         self._copies: Copies = copies or NoCopies()
-        self._most_bytes = MOST_BYTES if most_bytes is None else most_bytes
         self._clock = clock
-        self._endpoints: Mapping[str, ASGIApp] = {}
-        self._owned: dict[str, Owned] = {}  # those that ended first come first, behind none that runs
+        self.shelf = Shelf(self._copies, most_bytes)
+        self.maker = Maker(self.shelf, self._copies, self._spawn, clock)
+        self.replays = Replays(tenancy, self._copies, self.maker)
         self._adopting: set[str] = set()
-        self._bytes = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweeping: asyncio.TimerHandle | None = None
-        self._copies.listen(self._on_orphan, self._on_superseded)
+        self._copies.listen(self._on_orphan, self._on_superseded, self._on_followed)
 
     def serve(self, endpoints: Mapping[str, ASGIApp]) -> None:
         """Make answers by these. endpoints: by path."""
-        self._endpoints = endpoints
+        self.maker.endpoints = endpoints
 
     @asynccontextmanager
     async def joined(
@@ -111,10 +89,12 @@ class ResponseStore:
         if former is not None and former.head.asked != head.asked:
             raise key_reused()
         if former is not None and not _may_go_on(former):
-            async with self._shown(former, None if one is None else one.view) as view:
+            async with self._shown(former, one) as view:
                 yield former.head, view
             return
-        yield head if former is None else former.head, await self._begin(head, visit, facts, former)
+        one = self._started(head, visit, facts, former)
+        with one.read():
+            yield one.record.head, await self._accepted(one)
 
     @asynccontextmanager
     async def found(self, name: str, tenant: str, by_id: bool = True) -> AsyncIterator[tuple[Head, AnswerView]]:
@@ -126,46 +106,43 @@ class ResponseStore:
         record = await self._copies.fetch(name, tenant) if one is None else one.record
         if record is None or (by_id and not record.head.by_id):
             raise not_kept(name, self.retention)
-        async with self._shown(record, None if one is None else one.view) as view:
+        async with self._shown(record, one) as view:
             yield record.head, view
 
     @asynccontextmanager
-    async def _shown(self, record: Record, view: AnswerView | None = None) -> AsyncIterator[AnswerView]:
+    async def _shown(self, record: Record, one: Owned | None) -> AsyncIterator[AnswerView]:
         """Have the frames of an answer, made again where there are none."""
-        if view is not None:
-            yield view
+        if one is not None and one.view is not None:
+            with one.read():
+                yield one.view
             return
-        view, task = self._replay(record)
-        try:
-            yield view
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        async with self.replays.of(record) as again:
+            yield again
 
     async def cancel(self, name: str, tenant: str) -> None:
         """End a background answer, wherever it is made; one that has ended stays as it is.
 
         Raises `ApiError`: 404 where there is none, 400 where its client waits for it.
         """
-        if not (await self._head_by_id(name, tenant)).background:
+        if not (await self.head_by_id(name, tenant)).background:
             message = f"response_id: {name[:100]!r} was not begun with background=true; delete it to end it"
             raise ApiError("invalid_value", message, param="response_id", status=400)
         one = await self._taken(name, tenant)
         if one.view is not None:
             while not (one.view.begun or one.view.over):
                 await one.view.changed()
-            self._stop(one)
+            self.maker.stop(one, response_cancelled())
             await one.view.whole()
 
     async def delete(self, name: str, tenant: str) -> None:
         """Keep an answer no more; one that runs is ended. Raises `ApiError` (404)."""
-        await self._head_by_id(name, tenant)
+        await self.head_by_id(name, tenant)
         one = self._own(name, tenant)  # an orphan may have been taken over meanwhile
         self._copies.forget(name, tenant)
         if one is not None:
-            self._drop(one)
+            self.shelf.drop(one, "deleted")
 
-    async def _head_by_id(self, name: str, tenant: str) -> Head:
+    async def head_by_id(self, name: str, tenant: str) -> Head:
         """Return the head of an answer that its client names. Raises `ApiError` (404)."""
         one = self._own(name, tenant)
         record = await self._copies.fetch(name, tenant) if one is None else one.record
@@ -181,136 +158,43 @@ class ResponseStore:
             self._sweeping.cancel()
 
     def _own(self, name: str, tenant: str) -> Owned | None:
-        one = self._owned.get(name)
-        return one if one is not None and one.record.head.tenant == tenant else None
+        return self.shelf.get(name, tenant)
 
     # --- making answers
 
-    async def _begin(self, head: Head, visit: Visit, facts: AnswerFacts | None, former: Record | None) -> AnswerView:
+    def _started(self, head: Head, visit: Visit, facts: AnswerFacts | None, former: Record | None) -> Owned:
         """Begin an answer, or go on with a former one that failed."""
-        self._make_room(len(head.body))
+        try:
+            self.shelf.make_room(len(head.body))
+        except ApiError:
+            self.refused += 1
+            raise
         record = Record(head)
         if former is not None:
             record = Record(former.head, list(former.notes), None, former.epoch + 1)
-        if head.name in self._owned:
-            self._drop(self._owned[head.name])
-        one = Owned(record, self._kept(head))
+        if (present := self.shelf.get(head.name)) is not None:
+            self.shelf.drop(present, "superseded")
+        one = Owned(record, kept_of(head))
         answer_log = record.log(one.kept)
         answer_log.facts = answer_log.facts or facts
         visit.outlive()
-        view = self._run(one, answer_log, visit)
+        self._run(one, answer_log, visit)
+        return one
+
+    async def _accepted(self, one: Owned) -> AnswerView:
+        """Return the frames of an answer once its request was accepted, and is known elsewhere, or refused."""
+        view = one.view
+        if view is None:
+            raise RuntimeError("an answer that was begun has no frames")
         while not (view.begun or view.over):
             await view.changed()
         if view.begun:
-            await self._copies.settle(record)
+            await self._copies.settle(one.record)
         return view
-
-    def _kept(self, head: Head) -> Kept:
-        return Kept(head.name, head.seed, head.background)
 
     def _run(self, one: Owned, answer_log: AnswerLog, visit: Visit) -> AnswerView:
-        """Have an answer made from what its log has on."""
-        view = one.view = AnswerView(one.record.head, answer_log)
-
-        def accept() -> None:
-            self._take_notes(one)
-            self._copies.put(one.record)
-            view.accept()
-
-        one.kept.on_begun = accept
-        self._owned[one.record.head.name] = one
-        one.task = self._spawn(self._make(one, view, visit))
-        one.task.add_done_callback(lambda _: self._never_begun(one, view, visit))
         self._sweep_later()
-        return view
-
-    async def _make(self, one: Owned, view: AnswerView, visit: Visit) -> None:
-        head = one.record.head
-
-        async def send(message: Message) -> None:
-            await view.send(message)
-            self._note(one)
-
-        noting = self._spawn(self._note_steadily(one))
-        try:
-            await self._endpoints[head.path](view.scope(tenant=visit.tenant, visit=visit), view.receive(), send)
-        except asyncio.CancelledError:
-            one.gone |= not one.kept.cancelled  # this router stops: the copies are for another
-        finally:
-            noting.cancel()
-            self._ended(one, view)
-            await visit.close()
-
-    async def _note_steadily(self, one: Owned) -> None:
-        """Keep what is new of an answer of which nothing is sent for long, such as one that is no stream."""
-        while not one.gone:
-            await asyncio.sleep(NOTE_EVERY)
-            self._note(one)
-
-    def _note(self, one: Owned) -> None:
-        """Have what is new of an answer kept and copied; end it where it takes too much."""
-        if self._take_notes(one) and not one.gone:
-            self._copies.put(one.record)
-        if not one.gone and not self._fits(one):
-            head = one.record.head
-            log.error("answer %s takes more than may be kept: it is ended", head.name)
-            self._copies.forget(head.name, head.tenant)
-            self._drop(one)
-
-    def _never_begun(self, one: Owned, view: AnswerView, visit: Visit) -> None:
-        """End an answer whose task was cancelled before its first step."""
-        if not view.over:
-            one.gone = True
-            self._ended(one, view)
-            self._spawn(visit.close())
-
-    def _ended(self, one: Owned, view: AnswerView) -> None:
-        self._take_notes(one)
-        head, at = one.record.head, one.kept.completed_at
-        one.task, one.ended_at = None, asyncio.get_running_loop().time()
-        if view.status == 200 and not one.gone:
-            one.record.end = view.end(int(self._clock()) if at is None else at)
-            if self._owned.get(head.name) is one:
-                self._owned[head.name] = self._owned.pop(head.name)  # it ended last
-                self._copies.put(one.record)
-        elif not one.gone:
-            if view.begun:
-                self._copies.forget(head.name, head.tenant)
-            self._drop(one)
-        view.finish(lost=one.gone and view.status in (0, 200))
-
-    def _stop(self, one: Owned) -> None:
-        """End an answer because its client wants it no more."""
-        if one.task is not None:
-            one.kept.cancelled = True
-            one.task.cancel()
-
-    def _take_notes(self, one: Owned) -> bool:
-        """Keep what is new of an answer; return whether there was something."""
-        note = None if one.view is None else one.view.log.take()
-        if note is not None:
-            one.record.add(note)
-        size = one.size if self._owned.get(one.record.head.name) is one else 0
-        self._bytes += size - one.counted
-        one.counted = size
-        return note is not None
-
-    def _replay(self, record: Record) -> tuple[AnswerView, asyncio.Task[None]]:
-        """Have the frames of an answer made again that this router does not make."""
-        kept = self._kept(record.head)
-        view = AnswerView(record.head, record.log(kept), current=False)
-        Following(record, self._copies, kept, view.catch_up)
-        context = CallContext(continues=True)
-        visit = Visit(self._tenancy, self._tenancy.holder(record.head.tenant), None, context, charged=True)
-
-        async def make() -> None:
-            try:
-                scope = view.scope(tenant=visit.tenant, visit=visit)
-                await self._endpoints[record.head.path](scope, view.receive(), view.send)
-            finally:
-                view.finish()
-
-        return view, self._spawn(make())
+        return self.maker.run(one, answer_log, visit)
 
     # --- answers of others
 
@@ -332,17 +216,23 @@ class ResponseStore:
             return None
 
     def _on_orphan(self, name: str) -> None:
-        if name not in self._owned and name not in self._adopting:
+        if name not in self.shelf and name not in self._adopting:
             self._adopting.add(name)
             self._spawn(self._adopt_orphan(name)).add_done_callback(lambda _: self._adopting.discard(name))
 
     async def _adopt_orphan(self, name: str) -> None:
         record = await self._copies.orphan(name)
-        if name in self._owned:
+        if record is None:
             return
-        if record is not None and self._bytes + record.size <= self._most_bytes:
-            log.info("answer %s: its router is lost, this one goes on with it", name)
-            await self._adopt(record)
+        try:
+            if name not in self.shelf and self.shelf.has_room(record.size):
+                log.info("answer %s: its router is lost, this one goes on with it", name)
+                one = await self._adopt(record)
+                while one.view is not None and not (one.view.begun or one.view.over):
+                    await one.view.changed()
+        finally:
+            if name not in self.shelf:  # there is no room, or the request is refused here
+                self._copies.disclaim(name)
 
     async def _adopt(self, record: Record) -> Owned:
         """Make a record this router's own: go on with the answer, or keep it if it has ended.
@@ -350,16 +240,15 @@ class ResponseStore:
         Returns what another taker has made of it meanwhile, where one has.
         """
         record.epoch, record.owner = record.epoch + 1, ""
-        head, kept = record.head, self._kept(record.head)
-        one = Owned(record, kept)
+        self.taken_over += 1
+        head, one = record.head, Owned(record, kept_of(record.head))
         if record.end is not None:
-            one.ended_at = asyncio.get_running_loop().time()
-            self._owned[head.name] = one
-            self._take_notes(one)
+            record.ended_at = asyncio.get_running_loop().time() if record.ended_at is None else record.ended_at
+            self.shelf.put(one)
             self._copies.put(record)
             self._sweep_later()
             return one
-        answer_log, loop = record.log(kept), asyncio.get_running_loop()
+        answer_log, loop = record.log(one.kept), asyncio.get_running_loop()
         context = CallContext(head.session, fingerprint=answer_log.fingerprint, continues=True)
         left = None if head.deadline is None else loop.time() + head.deadline - self._clock()
         tenant = self._tenancy.holder(head.tenant)
@@ -372,45 +261,15 @@ class ResponseStore:
 
     def _on_superseded(self, name: str, epoch: int) -> None:
         """Another router has the answer, or has dropped it: it is made here no more, and clients are given theirs."""
-        one = self._owned.get(name)
+        one = self.shelf.get(name)
         if one is not None and one.record.epoch <= epoch:
-            self._drop(one)
+            self.shelf.drop(one, "superseded")
 
-    # --- room and time
+    def _on_followed(self, name: str) -> None:
+        if (one := self.shelf.get(name)) is not None:
+            one.read_at = asyncio.get_running_loop().time()
 
-    def _make_room(self, size: int) -> None:
-        """Drop the oldest answers that have ended until there is room. Raises `ApiError`."""
-        for one in list(self._owned.values()):
-            if self._bytes + size <= self._most_bytes:
-                return
-            if one.task is None:
-                self._drop(one)
-        if self._bytes + size > self._most_bytes:
-            message = "the server keeps as many unfinished responses as it may; try again later"
-            raise ApiError("overloaded", message, retry_after=5)
-
-    def _fits(self, one: Owned) -> bool:
-        if one.size > MOST_OF_ONE:
-            return False
-        if self._bytes <= self._most_bytes:
-            return True
-        try:
-            self._make_room(0)
-        except ApiError:
-            return False
-        return True
-
-    def _drop(self, one: Owned) -> None:
-        """Keep an answer no more."""
-        name = one.record.head.name
-        one.gone = True
-        if self._owned.get(name) is one:
-            del self._owned[name]
-            self._bytes -= one.counted
-            one.counted = 0
-            self._copies.drop(name)
-        if one.task is not None:
-            one.task.cancel()
+    # --- time
 
     def _sweep_later(self) -> None:
         if self._sweeping is None:
@@ -419,10 +278,13 @@ class ResponseStore:
     def _sweep(self) -> None:
         self._sweeping = None
         now = asyncio.get_running_loop().time()
-        for one in list(self._owned.values()):
-            if one.task is None and now - one.ended_at >= self.retention:
-                self._drop(one)
-        if self._owned:
+        for one in self.shelf:
+            ended_at = one.record.ended_at
+            if one.task is None and ended_at is not None and now - ended_at >= self.retention:
+                self.shelf.drop(one, "expired")
+            elif one.is_abandoned(now):
+                self.maker.stop(one, abandoned())
+        if len(self.shelf):
             self._sweep_later()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

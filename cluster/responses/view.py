@@ -11,6 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope
 
 from cluster.answer_log import ANSWER_LOG, AnswerLog
+from cluster.errors import ApiError
 from cluster.openai.response_output import CANCELLED
 from cluster.responses.record import End, Head
 
@@ -56,6 +57,7 @@ class AnswerView:
         self._fails_at: int | None = None  # number of the first event of an error that another try may spare
         self._head = head
         self._left = b""
+        self._error: ApiError | None = None
         self._changed = asyncio.Event()
 
     def scope(self, **state: Any) -> Scope:
@@ -104,9 +106,10 @@ class AnswerView:
         self.begun = True
         self.tell()
 
-    def finish(self, lost: bool = False) -> None:
-        """Note that nothing more comes."""
-        self.over, self.lost = True, lost
+    def finish(self, lost: bool = False, error: ApiError | None = None) -> None:
+        """Note that nothing more comes. error: what its readers get, while the answer goes on elsewhere."""
+        if not self.over:
+            self.over, self.lost, self._error = True, lost, error
         self.tell()
 
     def tell(self) -> None:
@@ -118,10 +121,16 @@ class AnswerView:
         """Return after the next change."""
         await self._changed.wait()
 
+    def check(self) -> None:
+        """Raise the `ApiError` of a view that goes on no more, while its answer does."""
+        if self._error is not None:
+            raise self._error
+
     async def whole(self) -> None:
         """Return once nothing more comes."""
         while not self.over:
             await self.changed()
+        self.check()
 
     async def after(self, number: int) -> AsyncIterator[int]:
         """Yield the numbers of events behind `number`, the first is 0, as they come."""
@@ -131,6 +140,7 @@ class AnswerView:
                 yield at
                 at += 1
             if self.over:
+                self.check()
                 return
             await self.changed()
 

@@ -17,7 +17,7 @@ from cluster.responses.record import Record, pack_end, pack_head, unpack_end, un
 from cluster.router.dispatcher import Dispatcher
 from cluster.router.replica_handle import ReplicaHandle
 from cluster.wire.link import MessageTooLargeError
-from cluster.wire.messages import Fetch, Fetched, Forget, Keep, Orphaned, Superseded, Up
+from cluster.wire.messages import Disclaim, Fetch, Fetched, Followed, Forget, Keep, Orphaned, Superseded, Up
 
 NUM_COPIES = 2  # replicas that have an answer, beside the router that makes it
 PAUSE = 0.05  # seconds in which what is new of an answer is gathered
@@ -25,6 +25,7 @@ LOOK = 0.5  # seconds between two looks at whether the replicas that have copies
 PATIENCE = 2.0  # seconds for a replica to answer, beyond those that it is asked to wait
 MOST_AT_ONCE = 1 << 20  # bytes of notes in one message
 LARGEST_HEAD = 6 << 20  # bytes of a request that is copied
+CLAIMS, CLAIM_AGAIN = 8, 0.25  # tries to be the only router that goes on with an answer, and seconds between two
 FETCHES = 2  # of a replica at a time: what it sends must fit in what may wait on its link
 log = logging.getLogger(__name__)
 
@@ -44,11 +45,12 @@ class _Copied:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class _Found:
-    """What a replica has. owned: it is linked to the router that made it."""
+    """What a replica has. owned: it is linked to the router that made it. rival: as of `Fetched`."""
 
     replica: ReplicaHandle
     record: Record
     owned: bool
+    rival: str
 
 
 class AnswerCopies:
@@ -72,10 +74,16 @@ class AnswerCopies:
         self._looked_at: list[ReplicaHandle] = []
         self._orphaned: Callable[[str], None] = lambda _: None
         self._superseded: Callable[[str, int], None] = lambda *_: None
+        self._followed: Callable[[str], None] = lambda _: None
 
-    def listen(self, orphaned: Callable[[str], None], superseded: Callable[[str, int], None]) -> None:
+    def listen(
+        self,
+        orphaned: Callable[[str], None],
+        superseded: Callable[[str, int], None],
+        followed: Callable[[str], None],
+    ) -> None:
         """See `Copies.listen`."""
-        self._orphaned, self._superseded = orphaned, superseded
+        self._orphaned, self._superseded, self._followed = orphaned, superseded, followed
 
     def put(self, record: Record) -> None:
         """See `Copies.put`."""
@@ -103,21 +111,39 @@ class AnswerCopies:
         return _latest(found)
 
     async def orphan(self, name: str) -> Record | None:
-        """See `Copies.orphan`."""
-        _, found = await self._found(name, None)
-        latest = _latest(found)
-        if latest is None or not any(one.owned for one in found if one.record.version == latest.version):
-            return latest
-        for one in found:
-            if one.record.version < latest.version:
-                old = one.record
-                self._send(one.replica, Forget(name, old.head.tenant, old.epoch, old.owner))
+        """See `Copies.orphan`. Where two routers claim it at once, each at a replica, the first of them waits."""
+        for _ in range(CLAIMS):
+            _, found = await self._found(name, None, claims=True)
+            latest = _latest(found)
+            if latest is None:
+                return None
+            if any(one.owned for one in found if one.record.version == latest.version):
+                self._take_back(name, [one for one in found if one.record.version < latest.version])
+                break
+            rivals = {one.rival for one in found} - {""}
+            if not rivals:
+                return latest
+            if "first" in rivals:
+                break
+            await asyncio.sleep(CLAIM_AGAIN)
+        self.disclaim(name)
         return None
 
-    async def _found(self, name: str, tenant: str | None) -> tuple[bool, list[_Found]]:
-        """Return whether all replicas have answered, and what they have."""
+    def _take_back(self, name: str, former: Sequence[_Found]) -> None:
+        """Have copies dropped that are of former routers."""
+        for one in former:
+            old = one.record
+            self._send(one.replica, Forget(name, old.head.tenant, old.epoch, old.owner))
+
+    def disclaim(self, name: str) -> None:
+        """See `Copies.disclaim`."""
+        for replica in self._linked():
+            self._send(replica, Disclaim(name))
+
+    async def _found(self, name: str, tenant: str | None, claims: bool = False) -> tuple[bool, list[_Found]]:
+        """Return whether all replicas have answered, and what they have. claims: as of `Fetch`."""
         asked = self._linked()
-        answers = await asyncio.gather(*[self._fetch_from(one, name, tenant) for one in asked])
+        answers = await asyncio.gather(*[self._fetch_from(one, name, tenant, claims) for one in asked])
         whole = bool(asked) and all(model.has_all_links for model in self._models)
         all_heard = whole and all(heard for heard, _ in answers)
         return all_heard, [one for _, one in answers if one is not None]
@@ -158,7 +184,7 @@ class AnswerCopies:
             for home in copied.homes:
                 self._send(home, Forget(name, copied.record.head.tenant, copied.record.epoch))
 
-    def _on_message(self, replica: ReplicaHandle, message: Fetched | Orphaned | Superseded) -> None:
+    def _on_message(self, replica: ReplicaHandle, message: Fetched | Orphaned | Superseded | Followed) -> None:
         """Take in what a replica says of copies; an answer that comes too late is dropped."""
         match message:
             case Fetched():
@@ -178,6 +204,8 @@ class AnswerCopies:
                     copied.full.add(replica)
                     self._dirty.add(name)
                     self._flush_after(PAUSE)
+            case Followed(name=name):
+                self._followed(name)
             case Superseded(name=name, epoch=epoch):
                 self._superseded(name, epoch)
 
@@ -186,13 +214,15 @@ class AnswerCopies:
         if self._timer is not None:
             self._timer.cancel()
 
-    async def _fetch_from(self, replica: ReplicaHandle, name: str, tenant: str | None) -> tuple[bool, _Found | None]:
+    async def _fetch_from(
+        self, replica: ReplicaHandle, name: str, tenant: str | None, claims: bool
+    ) -> tuple[bool, _Found | None]:
         """Return whether a replica answers, and what it has."""
         notes: list[bytes] = []
         head, version = None, (-1, "")
         while True:
             async with self._fetches.setdefault(replica, asyncio.Semaphore(FETCHES)):
-                found = await self._ask(replica, name, tenant, len(notes), 0.0)
+                found = await self._ask(replica, name, tenant, len(notes), 0.0, claims)
             if found is None or not found.name:
                 return found is not None, None
             if (found.epoch, found.owner) != version:  # what it had is not kept any more: from the first note on
@@ -208,16 +238,17 @@ class AnswerCopies:
                 return True, None
             notes += found.notes
             if not found.more:
-                record = Record(head, notes, end, found.epoch, owner=found.owner)
-                return True, _Found(replica, record, found.owned)
+                ended_at = None if end is None else asyncio.get_running_loop().time() - found.age
+                record = Record(head, notes, end, found.epoch, owner=found.owner, ended_at=ended_at)
+                return True, _Found(replica, record, found.owned, found.rival)
 
     async def _ask(
-        self, replica: ReplicaHandle, name: str, tenant: str | None, known: int, wait: float
+        self, replica: ReplicaHandle, name: str, tenant: str | None, known: int, wait: float, claims: bool = False
     ) -> Fetched | None:
         """Return what a replica says, None where it says nothing in time."""
         key = next(self._tickets), replica.replica_id
         answer = self._asked[key] = asyncio.get_running_loop().create_future()
-        self._send(replica, Fetch(key[0], name, tenant, known, wait))
+        self._send(replica, Fetch(key[0], name, tenant, known, wait, claims))
         try:
             async with asyncio.timeout(wait + PATIENCE):
                 return await answer
@@ -276,7 +307,7 @@ class AnswerCopies:
         if len(head) > LARGEST_HEAD:
             log.warning("the request of answer %s is too large: no replica has a copy", record.head.name)
             return
-        told = max(told, 0)
+        told, now = max(told, 0), asyncio.get_running_loop().time()
         while True:
             notes, size = list[bytes](), 0
             for note in record.notes[told:]:
@@ -288,8 +319,17 @@ class AnswerCopies:
             end = pack_end(record.end) if last else b""
             if not (head or notes or (end and home not in copied.ended)):
                 return
+            age = 0.0 if not end or record.ended_at is None else now - record.ended_at
             said = Keep(
-                record.head.name, record.epoch, record.head.tenant, head, told, tuple(notes), end, self._retention
+                record.head.name,
+                record.epoch,
+                record.head.tenant,
+                head,
+                told,
+                tuple(notes),
+                end,
+                self._retention,
+                max(0.0, age),
             )
             try:
                 self._send(home, said)

@@ -29,6 +29,7 @@ from cluster.wire.messages import (
     Explained,
     Fetched,
     FinishChoice,
+    Followed,
     Heartbeat,
     Orphaned,
     Ping,
@@ -40,7 +41,7 @@ from cluster.wire.messages import (
 from cluster.wire.translation import waited
 from engine.request import Request
 
-CopyMessage = Fetched | Orphaned | Superseded
+CopyMessage = Fetched | Orphaned | Superseded | Followed
 
 
 class Dispatcher:
@@ -351,7 +352,7 @@ class Dispatcher:
                 self._reports.on_rejected(replica, message)
             case Explained():
                 self._inquiries.on_answer(replica, message)
-            case Fetched() | Orphaned() | Superseded():
+            case Fetched() | Orphaned() | Superseded() | Followed():
                 self._on_copies(replica, message)
             case Draining(hand_over=hand_over):
                 replica.hands_over |= hand_over

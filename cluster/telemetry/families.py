@@ -188,6 +188,28 @@ TABLE: tuple[Family, ...] = (
     _counter("tenant_generation_tokens", _R, "Tokens generated.", "tenant"),
     _gauge("tenant_requests_queued", _R, "Requests that wait for their tenant's turn.", "tenant"),
     _counter("tenant_requests_shed", _R, "Requests accepted, then refused: too many waited, or too long.", "tenant"),
+    # ---- kept answers: background and stored responses, and those with an Idempotency-Key
+    _gauge("kept_answers", _R, "Answers that the router keeps, by state: running, ended.", "state"),
+    _gauge("kept_answer_bytes", _R, "Bytes of the answers that the router keeps."),
+    _counter("kept_answers_taken_over", _R, "Answers that the router took over from another one."),
+    _counter("kept_answers_refused", _R, "Answers that were not begun, as there was no room to keep them."),
+    _counter(
+        "kept_answers_stopped",
+        _R,
+        "Answers that the router ended before they were complete, by the error's code.",
+        "code",
+    ),
+    _counter(
+        "kept_answers_dropped",
+        _R,
+        "Answers that are kept no more, by reason: expired, evicted (for others), deleted, superseded (by another "
+        "router), refused.",
+        "reason",
+    ),
+    _counter("answer_replays", _R, "Answers of other routers that the router gave out."),
+    _gauge("answer_replays_running", _R, "Answers of other routers that the router gives out now."),
+    _gauge("answer_replay_bytes", _R, "Bytes of the answers of other routers that the router gives out now."),
+    _counter("answer_replays_refused", _R, "Answers of other routers that were not given out, or not to their end."),
     # ---- replicas: the engine's state, reported to routers
     _gauge("num_requests_running", _T, "Sequences in the running batch.", "replica", vllm=True),
     _gauge("num_requests_waiting", _T, "Sequences that wait to run.", "replica", vllm=True),

@@ -2,8 +2,9 @@
 
 A *stream key* is an integer that a router gives to one choice of one attempt to run a request. Keys rise over the
 router's life and are never used twice, so a late word about a former attempt cannot be taken for the present one.
-Going up (router to replica): Hello, Submit, Abort, FinishChoice, Ping, Resync, Explain, Keep, Fetch, Forget. Coming
-down: Welcome, Report, Rejected, Heartbeat, Draining, Explained, Begun, Fetched, Orphaned, Superseded.
+Going up (router to replica): Hello, Submit, Abort, FinishChoice, Ping, Resync, Explain, Keep, Fetch, Forget,
+Disclaim. Coming down: Welcome, Report, Rejected, Heartbeat, Draining, Explained, Begun, Fetched, Orphaned,
+Superseded, Followed.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class BlockUpdate(Packed, frozen=True):
     cleared: bool = False
 
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 
 class DamagedMessageError(SquadronError):
@@ -246,7 +247,7 @@ class Keep(Packed, tag=8, frozen=True):
 
     It replaces what another router said of a lower epoch, or of the same one under a lower name. head: b"" where it
     was said before. first: index of the first of `notes` among all of the answer's. end: b"" while it runs.
-    retention: seconds to keep it after its end, or after the loss of its router.
+    retention: seconds to keep it after its end, or without a router. age: seconds since its end.
     """
 
     name: Name
@@ -257,12 +258,14 @@ class Keep(Packed, tag=8, frozen=True):
     notes: tuple[bytes, ...]
     end: bytes = b""
     retention: Seconds = 0.0
+    age: Seconds = 0.0
 
 
 class Fetch(Packed, tag=9, frozen=True):
     """Tell what is kept of an answer behind its first `known` notes; the answer bears the same ticket.
 
-    tenant: it must be this one's; None = any. wait: seconds to wait for news where there are none.
+    tenant: it must be this one's; None = any. wait: seconds to wait for news where there are none. claims: where it
+    has no router, it is to be offered to no other one than this, which says `Keep` or `Disclaim`.
     """
 
     ticket: Count
@@ -270,6 +273,7 @@ class Fetch(Packed, tag=9, frozen=True):
     tenant: Name | None
     known: Count = 0
     wait: Seconds = 0.0
+    claims: bool = False
 
 
 class Forget(Packed, tag=10, frozen=True):
@@ -391,6 +395,7 @@ class Fetched(Packed, tag=18, frozen=True):
     """What is kept of an answer; without a name: nothing is. head: b"" where notes were known before.
 
     more: there are further notes, which fetch as well. owner: the router that made it, with its link if `owned`.
+    age: seconds since its end. rival: another router claims it: the first of the two is to have it.
     """
 
     ticket: Count
@@ -402,6 +407,8 @@ class Fetched(Packed, tag=18, frozen=True):
     more: bool = False
     owner: Name = ""
     owned: bool = False
+    age: Seconds = 0.0
+    rival: Literal["", "first", "second"] = ""
 
 
 class Orphaned(Packed, tag=19, frozen=True):
@@ -421,8 +428,32 @@ class Superseded(Packed, tag=20, frozen=True):
     full: bool = False
 
 
-Up = Hello | Submit | Abort | FinishChoice | Ping | Resync | Explain | Keep | Fetch | Forget
-Down = Welcome | Report | Rejected | Heartbeat | Draining | Explained | Begun | Fetched | Orphaned | Superseded
+class Disclaim(Packed, tag=21, frozen=True):
+    """This router does not go on with an answer that it claimed: it may be offered to others."""
+
+    name: Name
+
+
+class Followed(Packed, tag=22, frozen=True):
+    """Another router asks for an answer of this one's: somebody waits for it there."""
+
+    name: Name
+
+
+Up = Hello | Submit | Abort | FinishChoice | Ping | Resync | Explain | Keep | Fetch | Forget | Disclaim
+Down = (
+    Welcome
+    | Report
+    | Rejected
+    | Heartbeat
+    | Draining
+    | Explained
+    | Begun
+    | Fetched
+    | Orphaned
+    | Superseded
+    | Followed
+)
 Message = Up | Down
 
 # How msgpack begins an array of so many elements (here: bytes of its header), and unsigned integers.

@@ -13,12 +13,20 @@ from cluster.http.batch_routes import (
     FileFields,
     FileListFields,
 )
+from cluster.http.drain_route import DrainFields
 from cluster.http.endpoints import REFUSED_TOKENIZE
 from cluster.openai.embeddings import REFUSED_EMBEDDING, EmbeddingFields
 from cluster.openai.fields import Fields
 from cluster.openai.refusals import REFUSED_CHAT, REFUSED_COMPLETION, Refusal
 from cluster.openai.request_fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
-from cluster.openai.response_fields import REFUSED_QUERY, REFUSED_RESPONSE, ResponseQuery, ResponseRequest
+from cluster.openai.response_fields import (
+    REFUSED_ITEMS_QUERY,
+    REFUSED_QUERY,
+    REFUSED_RESPONSE,
+    ItemsQuery,
+    ResponseQuery,
+    ResponseRequest,
+)
 
 _SHARED = {
     "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "model", "n", "presence_penalty", "seed",
@@ -39,6 +47,7 @@ OPENAI_FILE_LIST = frozenset({"after", "limit", "order", "purpose"})
 OPENAI_BATCH = frozenset({"completion_window", "endpoint", "input_file_id", "metadata", "output_expires_after"})
 OPENAI_BATCH_LIST = frozenset({"after", "limit"})
 OPENAI_RESPONSE_QUERY = frozenset({"include", "include_obfuscation", "starting_after", "stream"})
+OPENAI_ITEMS_QUERY = frozenset({"after", "include", "limit", "order"})
 OPENAI_RESPONSE = frozenset(
     {
         "access_programs", "background", "context_management", "conversation", "image", "include", "input",
@@ -105,6 +114,7 @@ TABLES: Sequence[Table] = (
     Table("POST /v1/completions", CompletionFields, REFUSED_COMPLETION, OPENAI_COMPLETION),
     Table("POST /v1/responses", ResponseRequest, REFUSED_RESPONSE, OPENAI_RESPONSE),
     Table("GET /v1/responses/ID", ResponseQuery, REFUSED_QUERY, OPENAI_RESPONSE_QUERY),
+    Table("GET /v1/responses/ID/input_items", ItemsQuery, REFUSED_ITEMS_QUERY, OPENAI_ITEMS_QUERY),
     Table("POST /v1/embeddings", EmbeddingFields, REFUSED_EMBEDDING, OPENAI_EMBEDDING),
     Table("POST /v1/files", FileFields, openai=OPENAI_FILE),
     Table("GET /v1/files", FileListFields, openai=OPENAI_FILE_LIST),
@@ -112,6 +122,7 @@ TABLES: Sequence[Table] = (
     Table("GET /v1/batches", BatchListFields, openai=OPENAI_BATCH_LIST),
     Table("POST /tokenize", TokenizeFields, REFUSED_TOKENIZE),
     Table("POST /detokenize", DetokenizeFields),
+    Table("POST /drain", DrainFields),
 )
 
 

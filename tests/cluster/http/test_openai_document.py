@@ -26,7 +26,14 @@ def app(tmp_path_factory):
     model = served_model(tmp_path_factory.mktemp("model"))
     store = Store(open_root(str(tmp_path_factory.mktemp("kept"))), 10_000)
     # The client that calls what is made of the document goes by this name.
-    return app_for(saying(model, "hello 🚀"), model, store=store, sites=Sites(hosts=("testserver",)))
+    sites = Sites(hosts=("testserver",))
+    return app_for(saying(model, "hello 🚀"), model, store=store, sites=sites, drain=lambda *_: [])
+
+
+@pytest.fixture(scope="module")
+def keyed_app(tmp_path_factory):
+    model = served_model(tmp_path_factory.mktemp("model"))
+    return app_for(saying(model, "hello"), model, api_key="secret", drain=lambda *_: ["01"])
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +71,7 @@ async def test_the_document_is_served_and_names_every_request_field(app):
     async with client_for(app) as client:
         document = (await client.get("/openapi.json")).json()
     assert document == openapi(keyed=False)
+    assert document["paths"]["/drain"]["post"]["requestBody"]
     for one in OPERATIONS:
         if one.request is not None:
             named = document["components"]["schemas"][one.request.__name__]["properties"]
@@ -109,9 +117,10 @@ def given_what_is_there(case, there):
 
 
 @pytest.mark.parametrize(("one", "mode"), CALLS, ids=lambda value: getattr(value, "name", None) or value.value)
-def test_no_request_made_from_the_document_gets_a_5xx(app, there, one, mode):
+def test_no_request_made_from_the_document_gets_a_5xx(app, keyed_app, there, one, mode):
     schema = schemathesis.openapi.from_dict(openapi())
-    schema.app = always_up(app)
+    schema.app = always_up(keyed_app if one.path == "/drain" else app)
+    headers = {"authorization": "Bearer secret"} if one.path == "/drain" else {}
     checks = [not_a_server_error, response_schema_conformance, content_type_conformance]
     answers = set()
 
@@ -129,7 +138,7 @@ def test_no_request_made_from_the_document_gets_a_5xx(app, there, one, mode):
             case.body = dict(list(case.body.items())[-kept:]) | PLAIN[one.path]
         if kept:
             given_what_is_there(case, there)
-        answers.add(case.call_and_validate(checks=checks).status_code)
+        answers.add(case.call_and_validate(checks=checks, headers=headers).status_code)
 
     calls()
     if one.method == "delete" and "files" in one.path:

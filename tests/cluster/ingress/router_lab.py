@@ -59,13 +59,14 @@ class LabRouter:
         for replica in self._lab.replicas:
             self.dispatcher.add_link(await connect_local(replica.serve, self.name))
         metrics = Metrics()
+        self.copies = AnswerCopies([self.dispatcher], RETENTION)
         models = Models([front_for(self.dispatcher, self._lab.model, metrics)])
         self.app = build_app(
             models,
             metrics,
             lambda: {"ready": True, "replicas": []},
             response_retention=RETENTION,
-            copies=AnswerCopies([self.dispatcher], RETENTION),
+            copies=self.copies,
         )
         self.letting_go = LetGo(ForwardedCalls(self.app, grpc_services(models, metrics)))
         self._app = IngressCheck(self.letting_go, self._lab.router_wait)

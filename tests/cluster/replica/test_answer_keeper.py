@@ -10,18 +10,22 @@ import pytest
 
 from cluster.replica import answer_keeper
 from cluster.replica.answer_keeper import AnswerKeeper
-from cluster.wire.messages import Fetch, Fetched, Forget, Keep, Orphaned, Superseded
+from cluster.wire.messages import Disclaim, Fetch, Fetched, Followed, Forget, Keep, Orphaned, Superseded
 
 
 class Router:
-    """A router's session that remembers what it is told."""
+    """A router's session that remembers what it is told. followed: its answers that others ask for."""
 
     def __init__(self, name: str) -> None:
         self.link = SimpleNamespace(router_id=name)
         self.told: list[Any] = []
+        self.followed: list[str] = []
 
     def send(self, message: Any) -> None:
-        self.told.append(message)
+        if isinstance(message, Followed):
+            self.followed.append(message.name)
+        else:
+            self.told.append(message)
 
 
 class Lab:
@@ -67,7 +71,8 @@ async def test_who_waits_is_answered_with_the_next_note() -> None:
     lab.keeper.take(two, Fetch(8, "resp_1", "ann", known=1, wait=60.0))  # type: ignore[arg-type]
     assert not two.told
     lab.keep(one, head=b"", first=1, notes=(b"b",), end=b"end")
-    assert two.told == [Fetched(8, "resp_1", 0, b"", (b"b",), b"end", owner="one", owned=True)]
+    (news,) = two.told
+    assert (news.ticket, news.head, news.notes, news.end) == (8, b"", (b"b",), b"end")
 
 
 async def test_other_tenants_find_nothing() -> None:
@@ -132,6 +137,77 @@ async def test_what_nobody_takes_is_offered_to_the_next() -> None:
     lab.keep(lab.routers[0])
     lab.leave(lab.routers[0])
     while not all(Orphaned("resp_1") in router.told for router in lab.routers[1:]):
+        await asyncio.sleep(0.001)
+
+
+def claim(lab: Lab, router: Router) -> str:
+    """Claim the answer, and return which router goes first if another one claims it."""
+    return lab.fetch(router, tenant=None, claims=True).rival
+
+
+async def test_what_a_router_has_claimed_is_offered_to_no_other_one() -> None:
+    lab = Lab("one", "two", "three")
+    one, two, three = lab.routers
+    lab.keep(one)
+    lab.leave(one)
+    assert [claim(lab, two), claim(lab, two)] == ["", ""]
+    assert claim(lab, three) in ("first", "second")
+    lab.keeper.take(three, Disclaim("resp_1"))  # type: ignore[arg-type]  # it is not this one's
+    for _ in range(3 * answer_keeper.OFFER_AGAIN):
+        await asyncio.sleep(answer_keeper.TURN)
+    assert not two.told + three.told
+
+
+@pytest.mark.parametrize("way", ["disclaim", "leave", "time"])
+async def test_a_claim_that_comes_to_nothing_is_offered_again(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "time":
+        monkeypatch.setattr(answer_keeper, "CLAIM", 5)
+    lab = Lab("one", "two", "three")
+    one, two, three = lab.routers
+    lab.keep(one)
+    lab.leave(one)
+    assert claim(lab, two) == ""
+    if way == "disclaim":
+        lab.keeper.take(two, Disclaim("resp_1"))  # type: ignore[arg-type]
+    elif way == "leave":
+        lab.leave(two)
+    while Orphaned("resp_1") not in two.told + three.told:
+        await asyncio.sleep(0.001)
+    assert claim(lab, three) == ""
+
+
+async def test_of_two_that_claim_it_at_two_replicas_the_same_one_goes_first() -> None:
+    labs = [Lab("one", "two", "three") for _ in range(2)]
+    for lab in labs:
+        lab.keep(lab.routers[0])
+        lab.leave(lab.routers[0])
+    assert [claim(labs[0], labs[0].routers[1]), claim(labs[1], labs[1].routers[2])] == ["", ""]
+    assert {claim(labs[0], labs[0].routers[2]), claim(labs[1], labs[1].routers[1])} == {"first", "second"}
+
+
+async def test_the_router_of_an_answer_hears_that_another_one_asks_for_it() -> None:
+    lab = Lab("one", "two")
+    one, two = lab.routers
+    lab.keep(one)
+    lab.fetch(one)
+    assert not one.followed
+    lab.fetch(two)
+    lab.fetch(two)
+    assert one.followed == ["resp_1"]
+    lab.keep(one, head=b"", first=1, notes=(), end=b"end")
+    lab.fetch(two)
+    assert one.followed == ["resp_1"]
+
+
+async def test_the_next_router_of_an_answer_that_has_ended_gives_it_no_more_time() -> None:
+    lab = Lab("one", "two")
+    one, two = lab.routers
+    lab.keep(one, end=b"end", age=50.0)
+    assert 50.0 <= lab.fetch(two).age < 60.0
+    lab.keep(two, epoch=1, end=b"end", age=lab.fetch(two).age)
+    assert lab.fetch(two).age >= 50.0
+    lab.keep(two, epoch=2, end=b"end", age=60.0)
+    while len(lab.keeper):
         await asyncio.sleep(0.001)
 
 

@@ -1,10 +1,16 @@
 """What is kept has bounds: the oldest answers that have ended go first, then nothing new is taken."""
 
+import asyncio
+import json
+from functools import partial
+
 import pytest
 
-from cluster.responses import store
-from tests.cluster.responses.test_background import asked, until_status
-from tests.openai_app import app_for, client_for, saying, served_model
+from cluster.responses import making, shelf
+from cluster.token_source import NO_CONTEXT
+from tests.cluster.responses.test_background import asked, events, until_status
+from tests.fake_source import FakeSource
+from tests.openai_app import MODEL, app_for, client_for, saying, served_model
 
 SIZE = 50_000  # bytes of each request
 
@@ -16,7 +22,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def room(monkeypatch):
-    monkeypatch.setattr(store, "MOST_BYTES", 5 * SIZE)
+    monkeypatch.setattr(shelf, "MOST_BYTES", 5 * SIZE)
 
 
 async def begin(client):
@@ -50,10 +56,86 @@ async def test_where_running_ones_fill_it_new_ones_are_refused_for_now(model):
         assert (await begin(client)).status_code == 200
 
 
-async def test_an_answer_that_outgrows_its_bound_is_ended_and_its_reader_told(model, monkeypatch):
-    monkeypatch.setattr(store, "MOST_OF_ONE", 3000)
+async def test_an_answer_that_outgrows_its_bound_fails_and_its_reader_is_told(model, monkeypatch):
+    monkeypatch.setattr(shelf, "MOST_OF_ONE", 3000)
     async with client_for(app_for(saying(model, "hello world " * 50), model)) as client:
-        answer = await client.post("/v1/responses", json=asked(stream=True))
-        name = answer.text.partition('"id":"')[2].partition('"')[0]
-        assert '"error":{' in answer.text.split("\n\n")[-2]
-        assert (await client.get(f"/v1/responses/{name}")).status_code == 404
+        whole = events((await client.post("/v1/responses", json=asked(stream=True))).text)
+        assert [one["type"] for one in whole[-2:]] == ["response.failed", "error"]
+        assert whole[-1]["error"]["code"] == "answer_too_large"
+        assert whole[-1]["error"]["retryable"] is False
+        assert [one["sequence_number"] for one in whole] == list(range(len(whole)))
+        found = (await client.get(f"/v1/responses/{whole[0]['response']['id']}")).json()
+        assert (found["status"], found["error"]["message"]) == ("failed", whole[-1]["error"]["message"])
+
+
+class Stuck(FakeSource):
+    """Says nothing to long prompts, and a text to others."""
+
+    async def generate(self, request, context=NO_CONTEXT):
+        if len(request.prompt_token_ids) >= SIZE:
+            await asyncio.Event().wait()
+        async for chunk in super().generate(request, context):
+            yield chunk
+
+
+TEXT = "hello world " * 100
+
+
+@pytest.fixture
+def full(model):
+    """A server whose room is nearly taken by answers that run."""
+    eos = model.tokenizer.eos_token_id
+    tokens = [*model.tokenizer.encode(TEXT), eos]
+    return Stuck(lambda *_: tokens, eos=eos, hold=1)
+
+
+def told(text):
+    """What the events say."""
+    return [json.loads(line.partition("data: ")[2]) for line in text.splitlines() if "data: {" in line]
+
+
+@pytest.mark.parametrize("background", [True, False])
+async def test_a_running_answer_that_finds_no_more_room_fails_and_all_its_readers_are_told(model, full, background):
+    async with client_for(app_for(full, model)) as client:
+        others = [(await begin(client)).json()["id"] for _ in range(4)]
+        body = {"model": MODEL, "input": "hi", "stream": True, "background": background, "store": True}
+        reading = asyncio.create_task(client.post("/v1/responses", json=body))
+        while not full.requests and not reading.done():
+            await asyncio.sleep(0)
+        path = f"/v1/responses/{full.requests[0].request_id}"
+        waiting = asyncio.create_task(client.get(f"{path}?stream=true"))
+        await asyncio.sleep(0)
+        full.go.set()
+        for text in ((await reading).text, (await waiting).text):
+            failed, error = told(text)[-2:]
+            assert (failed["type"], error["error"]["code"]) == ("response.failed", "overloaded")
+            assert error["error"]["retryable"] is True
+        found = await client.get(path)
+        assert (found.status_code, found.json()["status"]) == (200, "failed")
+        assert found.json()["error"]["code"] == "rate_limit_exceeded"
+        for other in others:
+            assert (await client.delete(f"/v1/responses/{other}")).status_code == 200
+
+
+@pytest.mark.parametrize(("stream", "size"), [(True, 30_000), (False, 40_000)])
+async def test_a_keyed_chat_that_finds_no_more_room_is_made_once_there_is_some(
+    model, full, stream, size, monkeypatch
+):
+    monkeypatch.setattr(making, "NOTE_EVERY", 0.0)
+    async with client_for(app_for(full, model)) as client:
+        others = [(await begin(client)).json()["id"] for _ in range(4)]
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "x" * size}], "stream": stream}
+        ask = partial(client.post, "/v1/chat/completions", json=body, headers={"idempotency-key": "one"})
+        reading = asyncio.create_task(ask())
+        while not full.requests and not reading.done():
+            await asyncio.sleep(0)
+        full.go.set()
+        assert '"code":"overloaded"' in (await reading).text
+        for other in others:
+            assert (await client.delete(f"/v1/responses/{other}")).status_code == 200
+        again = await ask()
+        assert again.status_code == 200
+        if stream:
+            assert "".join(one["choices"][0]["delta"].get("content") or "" for one in told(again.text)) == TEXT
+        else:
+            assert again.json()["choices"][0]["message"]["content"] == TEXT

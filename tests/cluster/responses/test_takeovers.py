@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from cluster.admission.keys import OPEN, FixedKeys, KeyEntry, KeyRing, Quota, Tenant, hash_key
 from cluster.admission.tenants import Tenancy
+from cluster.replica import answer_keeper
 from cluster.responses.copies import NoCopies
 from cluster.responses.record import Head, Record
+from cluster.router.answer_copies import AnswerCopies
+from tests.cluster.ingress import router_lab
+from tests.cluster.ingress.router_lab import RouterLab
+from tests.cluster.responses.test_router_deaths import begin, client_of, fetched, until_tokens
 from tests.openai_app import MODEL, app_for, client_for, saying, served_model
 
 NAME = "resp_1"
@@ -39,7 +45,7 @@ class SlowCopies(NoCopies):
     async def orphan(self, name: str) -> Record | None:
         return Record(HEAD)
 
-    def listen(self, orphaned: Callable[[str], None], superseded: Callable[[str, int], None]) -> None:
+    def listen(self, orphaned: Callable[[str], None], superseded: Callable[[str, int], None], *_: object) -> None:
         self.orphaned = orphaned
 
 
@@ -73,7 +79,7 @@ class TakenAtOnce(NoCopies):
             asyncio.get_running_loop().call_soon(self.superseded, name, 0)
         return None
 
-    def listen(self, orphaned: Callable[[str], None], superseded: Callable[[str, int], None]) -> None:
+    def listen(self, orphaned: Callable[[str], None], superseded: Callable[[str, int], None], *_: object) -> None:
         self.superseded = superseded
 
 
@@ -86,3 +92,54 @@ async def test_one_that_is_taken_before_its_first_step_leaves_nobody_waiting(mod
             answer = await client.post("/v1/responses", json=BODY | {"background": False}, headers=headers)
         assert answer.status_code == 200, answer.text
         assert answer.json()["status"] == "completed"
+
+
+class Slow(AnswerCopies):
+    """Copies of a router that takes its time between an offer and its claim's use."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.go = asyncio.Event()
+        self.claimed = asyncio.Event()
+
+    async def orphan(self, name: str) -> Record | None:
+        found = await super().orphan(name)
+        self.claimed.set()
+        await self.go.wait()
+        return found
+
+
+async def test_an_answer_is_taken_over_once_however_long_its_next_router_takes(tmp_path, monkeypatch):
+    monkeypatch.setattr(router_lab, "AnswerCopies", Slow)
+    monkeypatch.setattr(answer_keeper, "TURN", 0.01)
+    async with RouterLab(tmp_path, routers=3, pace=0.002) as lab:
+        one, *others = lab.routers
+        name = await begin(one)
+        await until_tokens(one, name, 20)
+        lab.kill(one, successor_after=None)
+        claimed = [asyncio.create_task(router.copies.claimed.wait()) for router in others]
+        await asyncio.wait(claimed, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.sleep(0.5)  # in which it would be offered to the next one some times
+        assert sum(task.done() for task in claimed) == 1
+        for task in claimed:
+            task.cancel()
+        for router in others:
+            router.copies.go.set()
+        await fetched(others[0], name)
+        assert sum(router.dispatcher.counters.accepted for router in others) == 1
+
+
+async def test_an_answer_that_has_ended_is_kept_no_longer_for_being_taken_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(router_lab, "RETENTION", 1.5)
+    monkeypatch.setattr(answer_keeper, "TURN", 0.02)
+    async with RouterLab(tmp_path) as lab:
+        name = await begin(lab.routers[0])
+        await fetched(lab.routers[0], name)
+        for _ in range(12):  # together much longer than the retention, each of them shorter
+            lab.kill(lab.routers[0])
+            await asyncio.sleep(0.4)
+            async with client_of(lab.routers[0]) as client:
+                status = (await client.get(f"/v1/responses/{name}")).status_code
+            if status == 404:
+                return
+        pytest.fail("each takeover gave it its whole time anew")

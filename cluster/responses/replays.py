@@ -1,0 +1,93 @@
+"""How this router gives out answers of others: it makes their frames again, of a bounded number at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.types import Message
+
+from cluster.admission.tenants import Tenancy, Visit
+from cluster.errors import ApiError
+from cluster.responses.copies import Copies
+from cluster.responses.following import Following
+from cluster.responses.making import Maker
+from cluster.responses.record import Record, kept_of
+from cluster.responses.view import AnswerView
+from cluster.token_source import CallContext
+
+MOST = 512  # at a time; a tenant has at most as many as are left to others
+MOST_BYTES = 256 << 20  # of all their frames and tokens
+
+
+class Replays:
+    """Used on one event loop. maker: whose endpoints make the frames, and which runs them.
+
+    begun, refused: since the router started.
+    """
+
+    def __init__(self, tenancy: Tenancy, copies: Copies, maker: Maker) -> None:
+        self.begun = self.refused = self.num_bytes = 0
+        self._tenancy = tenancy
+        self._copies = copies
+        self._maker = maker
+        self._running: Counter[str] = Counter()  # by tenant
+
+    @property
+    def num_running(self) -> int:
+        """How many run now."""
+        return self._running.total()
+
+    @asynccontextmanager
+    async def of(self, record: Record) -> AsyncIterator[AnswerView]:
+        """Have the frames of an answer while the block runs. Raises `ApiError` (`overloaded`)."""
+        tenant = record.head.tenant
+        if self._running[tenant] >= MOST - self.num_running or not self._fits(record.size):
+            raise self._refusal()
+        self.begun += 1
+        self._running[tenant] += 1
+        kept = kept_of(record.head)
+        view = AnswerView(record.head, record.log(kept), current=False)
+        Following(record, self._copies, kept, view.catch_up)
+        task = self._maker.spawn(self._make(record, view))
+        try:
+            yield view
+        finally:
+            self._running[tenant] -= 1
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _make(self, record: Record, view: AnswerView) -> None:
+        context = CallContext(continues=True)
+        visit = Visit(self._tenancy, self._tenancy.holder(record.head.tenant), None, context, charged=True)
+        counted = record.size
+        self.num_bytes += counted
+
+        async def send(message: Message) -> None:
+            nonlocal counted
+            await view.send(message)
+            new = record.size + view.size - counted
+            self.num_bytes += new
+            counted += new
+            if not (self._fits(0) or view.over):
+                view.finish(error=self._refusal())  # the answer itself goes on where it is made
+                making.cancel()
+
+        endpoint = self._maker.endpoints[record.head.path]
+        scope = view.scope(tenant=visit.tenant, visit=visit)
+        making = asyncio.ensure_future(endpoint(scope, view.receive(), send))
+        try:
+            await making
+        finally:
+            making.cancel()
+            self.num_bytes -= counted
+            view.finish()
+
+    def _fits(self, size: int) -> bool:
+        return self.num_bytes + size <= MOST_BYTES
+
+    def _refusal(self) -> ApiError:
+        self.refused += 1
+        return ApiError("overloaded", "this router gives out as many answers of others as it may; try again later")
