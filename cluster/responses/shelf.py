@@ -107,14 +107,15 @@ class Shelf:
 
     def make_room(self, size: int) -> None:
         """Drop the oldest answers that have ended until there is room. Raises `ApiError` (`overloaded`)."""
+        if self.has_room(size):  # asked for each note of each answer: nothing is walked then
+            return
         for one in self:
-            if self.has_room(size):
-                return
             if one.task is None:
                 self.drop(one, "evicted")
-        if not self.has_room(size):
-            message = "the server keeps as many unfinished responses as it may; try again later"
-            raise ApiError("overloaded", message, retry_after=5)
+                if self.has_room(size):
+                    return
+        message = "the server keeps as many unfinished responses as it may; try again later"
+        raise ApiError("overloaded", message, retry_after=5)
 
     def outgrown(self, one: Owned) -> ApiError | None:
         """Return the error that ends an answer which takes more than there is room for."""

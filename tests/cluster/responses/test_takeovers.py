@@ -8,10 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from cluster.admission.keys import OPEN, FixedKeys, KeyEntry, KeyRing, Quota, Tenant, hash_key
 from cluster.admission.tenants import Tenancy
 from cluster.replica import answer_keeper
+from cluster.responses import shelf
 from cluster.responses.copies import NoCopies
 from cluster.responses.record import Head, Record
 from cluster.router.answer_copies import AnswerCopies
@@ -36,17 +38,41 @@ class SlowCopies(NoCopies):
     def __init__(self) -> None:
         self.go = asyncio.Event()
         self.asked = asyncio.Event()
+        self.record = Record(HEAD)
+        self.disclaimed = False
 
     async def fetch(self, name: str, tenant: str | None) -> Record | None:
         self.asked.set()
         await self.go.wait()
-        return Record(HEAD)
+        return self.record if name == NAME else None
 
     async def orphan(self, name: str) -> Record | None:
-        return Record(HEAD)
+        return self.record
+
+    def disclaim(self, name: str) -> None:
+        self.disclaimed = True
 
     def listen(self, orphaned: Callable[[str], None], superseded: Callable[[str, int], None], *_: object) -> None:
         self.orphaned = orphaned
+
+
+async def test_one_that_runs_takes_the_place_of_answers_that_have_ended(model, monkeypatch):
+    monkeypatch.setattr(shelf, "MOST_BYTES", 20_000)
+    source, copies = saying(model, "hello world"), SlowCopies()
+    copies.go.set()
+    async with client_for(app_for(source, model, copies=copies)) as client:
+        names = [(await client.post("/v1/responses", json=BODY)).json()["id"] for _ in range(6)]
+        while (await client.get(f"/v1/responses/{names[-1]}")).json()["status"] != "completed":
+            await asyncio.sleep(0)
+        body = json.dumps(BODY | {"input": "x" * 3000}).encode()
+        copies.record = Record(structs.replace(HEAD, body=body))
+        asked = len(source.requests)
+        copies.orphaned(NAME)
+        while not (copies.disclaimed or len(source.requests) > asked):
+            await asyncio.sleep(0)
+        assert not copies.disclaimed, "nobody goes on with it"
+        while (await client.get(f"/v1/responses/{NAME}")).json()["status"] != "completed":
+            await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("way", ["cancel", "delete"])
