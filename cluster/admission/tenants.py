@@ -141,6 +141,7 @@ class Visit:
         self._output_tokens = 0
         self._outlives_door = False
         self._outcome = "admitted"
+        self._gave_up = False
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -159,6 +160,10 @@ class Visit:
         """
         self._outlives_door = True
         self._log = NoLog()
+
+    def give_up(self) -> None:
+        """Charge nothing at the end: another router has gone on with the answer, and charges for all of it."""
+        self._gave_up = True
 
     def ask(self, model: str, admission: AdmissionQueue) -> None:
         """Note which model is asked, before anything is charged. admission: the queue of the model's."""
@@ -202,6 +207,8 @@ class Visit:
             if not self._log.told_facts:  # the other router charges the prompt as well
                 self._counts.taken_back += self._prompt_tokens
                 await self._tenancy.quotas.use_output(self.tenant, -self._prompt_tokens)
+            return
+        if self._gave_up:
             return
         self._counts.requests[self._outcome] += 1
         self._counts.output_tokens += self._output_tokens

@@ -272,6 +272,7 @@ class ResponseStore:
         """Another router has the answer, or has dropped it: it is made here no more, and clients are given theirs."""
         one = self.shelf.get(name)
         if one is not None and one.record.epoch <= epoch:
+            one.taken = one.record.epoch < epoch
             self.shelf.drop(one, "superseded")
 
     def _on_followed(self, name: str) -> None:

@@ -169,3 +169,35 @@ async def test_an_answer_that_has_ended_is_kept_no_longer_for_being_taken_over(t
             if status == 404:
                 return
         pytest.fail("each takeover gave it its whole time anew")
+
+
+class Superseded(NoCopies):
+    """Another router goes on with the answer when it is told to."""
+
+    def listen(self, orphaned: Callable[[str], None], superseded: Callable[[str, int], None], *_: object) -> None:
+        self.superseded = superseded
+
+
+@pytest.mark.parametrize(("epoch", "charged"), [(1, 0), (0, 3)], ids=["taken over", "deleted elsewhere"])
+async def test_what_another_router_goes_on_with_is_charged_there(model, epoch, charged, monkeypatch):
+    source, copies, paused = saying(model, "hello world", hold=3), Superseded(), asyncio.Event()
+
+    async def pause() -> None:
+        paused.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(source, "_pause", pause)
+    tenant = Tenant("ann", quota=Quota(tokens_per_minute=1_000_000))
+    tenancy = Tenancy(FixedKeys(KeyRing([KeyEntry(hash_key("ann"), tenant)])))
+    async with client_for(app_for(source, model, tenancy=tenancy, copies=copies)) as client:
+        headers = {"authorization": "Bearer ann"}
+        name = (await client.post("/v1/responses", json=BODY, headers=headers)).json()["id"]
+        await paused.wait()
+        copies.superseded(name, epoch)
+        while tenancy.quotas.running(tenant):
+            await asyncio.sleep(0)
+    counts = tenancy.counts_of(MODEL, tenant)
+    assert counts.output_tokens == charged
+    assert counts.prompt_tokens > 0
+    (used,) = tenancy.quotas.used().values()
+    assert sum(used.values()) == counts.prompt_tokens + charged
