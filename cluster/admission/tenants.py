@@ -22,7 +22,9 @@ from engine.request import Request
 class TenantCounts:
     """What one tenant has done with one model since the router started.
 
-    requests: what the door said -> requests that have ended.
+    requests: what the door said -> requests that have ended. taken_back: of the prompts charged, those that another
+    router charges as well, and that the next ones are not counted for: who reads a counter takes one that falls for
+    a new one.
 
     The door says "admitted", or the code of the `ApiError` with which it refused: "rate_limit_exceeded", for one.
     """
@@ -30,12 +32,20 @@ class TenantCounts:
     requests: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
     output_tokens: int = 0
+    taken_back: int = 0
+
+    def charge_prompt(self, tokens: int) -> None:
+        """Count the tokens of prompts that are charged."""
+        known = min(tokens, self.taken_back)
+        self.taken_back -= known
+        self.prompt_tokens += tokens - known
 
     def add(self, other: TenantCounts) -> None:
         """Add another's metrics to these."""
         self.requests.update(other.requests)
         self.prompt_tokens += other.prompt_tokens
         self.output_tokens += other.output_tokens
+        self.taken_back += other.taken_back
 
 
 class Tenancy:
@@ -131,6 +141,7 @@ class Visit:
         self._output_tokens = 0
         self._outlives_door = False
         self._outcome = "admitted"
+        self._gave_up = False
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -149,6 +160,10 @@ class Visit:
         """
         self._outlives_door = True
         self._log = NoLog()
+
+    def give_up(self) -> None:
+        """Charge nothing at the end: another router has gone on with the answer, and charges for all of it."""
+        self._gave_up = True
 
     def ask(self, model: str, admission: AdmissionQueue) -> None:
         """Note which model is asked, before anything is charged. admission: the queue of the model's."""
@@ -175,7 +190,7 @@ class Visit:
             self._outcome = error.code
             raise
         self._prompt_tokens = tokens
-        self._counts.prompt_tokens += tokens
+        self._counts.charge_prompt(tokens)
 
     def charge_output(self, tokens: int) -> None:
         """Note generated tokens once for each choice that ends; they are charged when the visit is closed."""
@@ -190,8 +205,10 @@ class Visit:
         self._tenancy.quotas.leave(self.tenant)
         if self._log.may_be_elsewhere:
             if not self._log.told_facts:  # the other router charges the prompt as well
-                self._counts.prompt_tokens -= self._prompt_tokens
+                self._counts.taken_back += self._prompt_tokens
                 await self._tenancy.quotas.use_output(self.tenant, -self._prompt_tokens)
+            return
+        if self._gave_up:
             return
         self._counts.requests[self._outcome] += 1
         self._counts.output_tokens += self._output_tokens

@@ -100,9 +100,9 @@ class SharedQuotas:
 
 
 def _beyond(used: Usage, known: Usage) -> Usage:
-    """Return what was used beyond what is known."""
+    """Return what was used beyond what is known; less than nothing where something was taken back."""
     new = {
         minute: {key: amount - known.get(minute, {}).get(key, 0) for key, amount in by.items()}
         for minute, by in used.items()
     }
-    return {minute: more for minute, by in new.items() if (more := {key: n for key, n in by.items() if n > 0})}
+    return {minute: more for minute, by in new.items() if (more := {key: n for key, n in by.items() if n})}

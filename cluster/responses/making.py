@@ -79,6 +79,8 @@ class Maker:
         finally:
             noting.cancel()
             self._ended(one, view)
+            if one.taken:
+                visit.give_up()
             await visit.close()
 
     async def _note_steadily(self, one: Owned) -> None:

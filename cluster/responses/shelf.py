@@ -26,8 +26,9 @@ Drop = Literal["expired", "evicted", "deleted", "superseded", "refused"]
 class Owned:
     """An answer that this router makes or has made. view: None of one whose frames are made again when asked for.
 
-    task: while it runs. gone: it is kept no more. outgrown: it was ended because it took too much. readers: who wait
-    for it here. read_at: when somebody last did, here or elsewhere, on the event loop's clock.
+    task: while it runs. gone: it is kept no more. taken: another router has gone on with it. outgrown: it was ended
+    because it took too much. readers: who wait for it here. read_at: when somebody last did, here or elsewhere, on
+    the event loop's clock.
     """
 
     record: Record
@@ -35,6 +36,7 @@ class Owned:
     view: AnswerView | None = None
     task: asyncio.Task[None] | None = None
     gone: bool = False
+    taken: bool = False
     outgrown: bool = False
     readers: int = 0
     read_at: float = field(default_factory=lambda: asyncio.get_running_loop().time())
@@ -107,14 +109,15 @@ class Shelf:
 
     def make_room(self, size: int) -> None:
         """Drop the oldest answers that have ended until there is room. Raises `ApiError` (`overloaded`)."""
+        if self.has_room(size):  # asked for each note of each answer: nothing is walked then
+            return
         for one in self:
-            if self.has_room(size):
-                return
             if one.task is None:
                 self.drop(one, "evicted")
-        if not self.has_room(size):
-            message = "the server keeps as many unfinished responses as it may; try again later"
-            raise ApiError("overloaded", message, retry_after=5)
+                if self.has_room(size):
+                    return
+        message = "the server keeps as many unfinished responses as it may; try again later"
+        raise ApiError("overloaded", message, retry_after=5)
 
     def outgrown(self, one: Owned) -> ApiError | None:
         """Return the error that ends an answer which takes more than there is room for."""

@@ -225,7 +225,7 @@ class ResponseStore:
         if record is None:
             return
         try:
-            if name not in self.shelf and self.shelf.has_room(record.size):
+            if name not in self.shelf and self._may_adopt(record):
                 log.info("answer %s: its router is lost, this one goes on with it", name)
                 one = await self._adopt(record)
                 while one.view is not None and not (one.view.begun or one.view.over):
@@ -233,6 +233,15 @@ class ResponseStore:
         finally:
             if name not in self.shelf:  # there is no room, or the request is refused here
                 self._copies.disclaim(name)
+
+    def _may_adopt(self, record: Record) -> bool:
+        """Whether a lost router's answer has room; one that runs takes the place of those that have ended."""
+        if record.end is None:
+            try:
+                self.shelf.make_room(record.size)
+            except ApiError:
+                return False
+        return self.shelf.has_room(record.size)
 
     async def _adopt(self, record: Record) -> Owned:
         """Make a record this router's own: go on with the answer, or keep it if it has ended.
@@ -263,6 +272,7 @@ class ResponseStore:
         """Another router has the answer, or has dropped it: it is made here no more, and clients are given theirs."""
         one = self.shelf.get(name)
         if one is not None and one.record.epoch <= epoch:
+            one.taken = one.record.epoch < epoch
             self.shelf.drop(one, "superseded")
 
     def _on_followed(self, name: str) -> None:

@@ -54,7 +54,8 @@ class AnswerView:
         self.over = self.lost = self.begun = False
         self.size = 0
         self.exchange = {"id": head.name, "client_id": "", "tenant": head.tenant}
-        self._fails_at: int | None = None  # number of the first event of an error that another try may spare
+        self._failed_at: int | None = None  # number of the first event of the error that ended it
+        self._passes = False  # another try may spare that error
         self._head = head
         self._left = b""
         self._error: ApiError | None = None
@@ -133,10 +134,16 @@ class AnswerView:
         self.check()
 
     async def after(self, number: int) -> AsyncIterator[int]:
-        """Yield the numbers of events behind `number`, the first is 0, as they come."""
-        at = number + 1
+        """Yield the numbers of events behind `number`, the first is 0, as they come; at least those of an error.
+
+        Of an answer that took too much fewer events are left than its clients may have had.
+        """
+        at, is_first = number + 1, True
         while True:
+            if is_first and self._failed_at is not None:
+                at = min(at, self._failed_at)
             while at < len(self.events):
+                is_first = False
                 yield at
                 at += 1
             if self.over:
@@ -150,7 +157,7 @@ class AnswerView:
         An error that another try may spare has none: the answer that goes on has other events under its numbers.
         """
         event = self.events[number]
-        passes = self._fails_at is not None and number >= self._fails_at
+        passes = self._passes and self._failed_at is not None and number >= self._failed_at
         return event if passes else b"id: %d\n%s" % (number, event)
 
     def end(self, at: int) -> End:
@@ -169,9 +176,10 @@ class AnswerView:
         self.size += len(frame) + OF_FRAME
         if frame.startswith(_STATES):
             self.response = bytes(_told(frame).response)
-        elif frame.startswith(_ERRORS) and (_told(frame).error or {}).get("retryable") is True:
+        elif frame.startswith(_ERRORS) and (error := _told(frame).error) is not None:
             last = len(self.events) - 1
-            self._fails_at = last - 1 if last and self.events[last - 1].startswith(_FAILED) else last
+            self._failed_at = last - 1 if last and self.events[last - 1].startswith(_FAILED) else last
+            self._passes = error.get("retryable") is True
 
 
 def _told(frame: bytes) -> _Event:

@@ -145,7 +145,7 @@ def _charged(routers: Iterable[RouterLife]) -> Counter[str]:
     return Counter(
         {
             "requests": sum(one.requests["admitted"] for one in counts),
-            "tokens of prompts": sum(one.prompt_tokens for one in counts),
+            "tokens of prompts": sum(one.prompt_tokens - one.taken_back for one in counts),
             "tokens of output": sum(one.output_tokens for one in counts),
         }
     )

@@ -4,8 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.admission.keys import Quota, Tenant
+from cluster import answer_log
+from cluster.admission.keys import OPEN, Quota, Tenant
 from cluster.admission.quotas import Quotas
+from cluster.admission.tenants import Tenancy
+from cluster.answer_log import AnswerLog
 from cluster.errors import ApiError
 from tests.cluster.admission.quotas_lab import set_clock
 
@@ -166,3 +169,18 @@ async def test_a_row_whose_prompt_never_fits_is_told_so_and_the_smallest_quota_l
     assert (error.status, error.code) == (400, "prompt_exceeds_quota")
     assert await quotas.row_waits_for(tenant(requests_per_minute=1, tokens_per_minute=1), 1) is None
     assert await quotas.row_waits_for(tenant(), 10**9) is None
+
+
+async def test_a_counter_of_prompts_never_falls_where_another_router_charges_them(monkeypatch):
+    monkeypatch.setattr(answer_log, "SILENCE", 0.0)
+    tenancy = Tenancy()
+    counts = tenancy.counts_of("", OPEN)
+    log = AnswerLog()
+    async with await tenancy.visit(OPEN, log=log) as silent:
+        log.spoke()
+        await silent.charge_prompt(10)
+        told = counts.prompt_tokens
+    assert counts.prompt_tokens == told == 10
+    async with await tenancy.visit(OPEN) as other:
+        await other.charge_prompt(25)
+    assert counts.prompt_tokens == 25

@@ -93,6 +93,22 @@ async def test_tokens_of_prompts_and_answers_count_too_and_a_debt_is_everywhere(
     assert refused.value.retry_after > 60, "more than a minute's worth was used"
 
 
+async def test_what_is_taken_back_is_taken_back_everywhere(clock, kept):
+    a, b = Router("a", clock), Router("b", clock)
+    await a.quotas.use_prompt(TOKENS, 60)
+    await a.exchange()
+    await b.exchange()
+    assert await b.remaining(TOKENS) == 40
+    await a.quotas.use_output(TOKENS, -60)
+    await a.exchange()
+    await b.exchange()
+    assert await b.remaining(TOKENS) == 100
+    await a.quotas.use_prompt(TOKENS, 10)
+    await a.exchange()
+    await b.exchange()
+    assert (await a.remaining(TOKENS), await b.remaining(TOKENS)) == (90, 90)
+
+
 async def test_another_apps_quotas_are_its_own(clock, kept):
     a, other = Router("a", clock), Router("b", clock, app="other")
     for _ in range(3):

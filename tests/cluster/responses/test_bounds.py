@@ -66,6 +66,10 @@ async def test_an_answer_that_outgrows_its_bound_fails_and_its_reader_is_told(mo
         assert [one["sequence_number"] for one in whole] == list(range(len(whole)))
         found = (await client.get(f"/v1/responses/{whole[0]['response']['id']}")).json()
         assert (found["status"], found["error"]["message"]) == ("failed", whole[-1]["error"]["message"])
+        for had in (0, 3, 10, 10_000):  # of a client whose connection was cut before the error
+            path = f"/v1/responses/{whole[0]['response']['id']}?stream=true&starting_after={had}"
+            failed, error = told((await client.get(path)).text)[-2:]
+            assert (failed["type"], error["error"]["code"]) == ("response.failed", "answer_too_large")
 
 
 class Stuck(FakeSource):

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from cluster.admission.keys import OPEN, FixedKeys, KeyEntry, KeyRing, Quota, Tenant, hash_key
 from cluster.admission.tenants import Tenancy
 from cluster.replica import answer_keeper
+from cluster.responses import shelf
 from cluster.responses.copies import NoCopies
 from cluster.responses.record import Head, Record
 from cluster.router.answer_copies import AnswerCopies
@@ -36,17 +38,41 @@ class SlowCopies(NoCopies):
     def __init__(self) -> None:
         self.go = asyncio.Event()
         self.asked = asyncio.Event()
+        self.record = Record(HEAD)
+        self.disclaimed = False
 
     async def fetch(self, name: str, tenant: str | None) -> Record | None:
         self.asked.set()
         await self.go.wait()
-        return Record(HEAD)
+        return self.record if name == NAME else None
 
     async def orphan(self, name: str) -> Record | None:
-        return Record(HEAD)
+        return self.record
+
+    def disclaim(self, name: str) -> None:
+        self.disclaimed = True
 
     def listen(self, orphaned: Callable[[str], None], superseded: Callable[[str, int], None], *_: object) -> None:
         self.orphaned = orphaned
+
+
+async def test_one_that_runs_takes_the_place_of_answers_that_have_ended(model, monkeypatch):
+    monkeypatch.setattr(shelf, "MOST_BYTES", 20_000)
+    source, copies = saying(model, "hello world"), SlowCopies()
+    copies.go.set()
+    async with client_for(app_for(source, model, copies=copies)) as client:
+        names = [(await client.post("/v1/responses", json=BODY)).json()["id"] for _ in range(6)]
+        while (await client.get(f"/v1/responses/{names[-1]}")).json()["status"] != "completed":
+            await asyncio.sleep(0)
+        body = json.dumps(BODY | {"input": "x" * 3000}).encode()
+        copies.record = Record(structs.replace(HEAD, body=body))
+        asked = len(source.requests)
+        copies.orphaned(NAME)
+        while not (copies.disclaimed or len(source.requests) > asked):
+            await asyncio.sleep(0)
+        assert not copies.disclaimed, "nobody goes on with it"
+        while (await client.get(f"/v1/responses/{NAME}")).json()["status"] != "completed":
+            await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("way", ["cancel", "delete"])
@@ -143,3 +169,35 @@ async def test_an_answer_that_has_ended_is_kept_no_longer_for_being_taken_over(t
             if status == 404:
                 return
         pytest.fail("each takeover gave it its whole time anew")
+
+
+class Superseded(NoCopies):
+    """Another router goes on with the answer when it is told to."""
+
+    def listen(self, orphaned: Callable[[str], None], superseded: Callable[[str, int], None], *_: object) -> None:
+        self.superseded = superseded
+
+
+@pytest.mark.parametrize(("epoch", "charged"), [(1, 0), (0, 3)], ids=["taken over", "deleted elsewhere"])
+async def test_what_another_router_goes_on_with_is_charged_there(model, epoch, charged, monkeypatch):
+    source, copies, paused = saying(model, "hello world", hold=3), Superseded(), asyncio.Event()
+
+    async def pause() -> None:
+        paused.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(source, "_pause", pause)
+    tenant = Tenant("ann", quota=Quota(tokens_per_minute=1_000_000))
+    tenancy = Tenancy(FixedKeys(KeyRing([KeyEntry(hash_key("ann"), tenant)])))
+    async with client_for(app_for(source, model, tenancy=tenancy, copies=copies)) as client:
+        headers = {"authorization": "Bearer ann"}
+        name = (await client.post("/v1/responses", json=BODY, headers=headers)).json()["id"]
+        await paused.wait()
+        copies.superseded(name, epoch)
+        while tenancy.quotas.running(tenant):
+            await asyncio.sleep(0)
+    counts = tenancy.counts_of(MODEL, tenant)
+    assert counts.output_tokens == charged
+    assert counts.prompt_tokens > 0
+    (used,) = tenancy.quotas.used().values()
+    assert sum(used.values()) == counts.prompt_tokens + charged
