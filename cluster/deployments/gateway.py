@@ -10,6 +10,7 @@ from uuid import uuid4
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
+from typing_extensions import override
 
 from cluster.admission.key_file import keys_for
 from cluster.admission.tenants import Tenancy
@@ -68,6 +69,12 @@ class GatewayHost:
             raise ReplicaStartError.of(error) from error
         return app
 
+    def check_health(self) -> None:
+        """Raise where calls are not taken (called by Serve)."""
+        started: asyncio.Task[None] | None = getattr(self, "_grpc_start", None)
+        if started is not None and started.done():
+            started.result()
+
     def _start_grpc(self) -> None:
         if self._grpc is not None:
             self._grpc_start = asyncio.create_task(self._grpc.start())
@@ -115,8 +122,10 @@ class Gateway(GatewayHost):
         self._start_grpc()
         logger.info("HTTP listens on %s port %d", config.host, self._server.port)
 
+    @override
     def check_health(self) -> None:
         """Raise when no more connections are taken (called by Serve)."""
+        super().check_health()
         if self._server.ended:
             raise RuntimeError("the HTTP server has ended")
 

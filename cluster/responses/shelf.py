@@ -74,7 +74,7 @@ class Shelf:
         self.dropped: Counter[str] = Counter()
         self._copies = copies
         self._most_bytes = MOST_BYTES if most_bytes is None else most_bytes
-        self._owned: dict[str, Owned] = {}  # those that ended first come first, behind none that runs
+        self._owned: dict[str, Owned] = {}  # those that ended come first, the oldest before all
 
     def __contains__(self, name: str) -> bool:
         return name in self._owned

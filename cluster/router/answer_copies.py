@@ -245,7 +245,9 @@ class AnswerCopies:
     async def _ask(
         self, replica: ReplicaHandle, name: str, tenant: str | None, known: int, wait: float, claims: bool = False
     ) -> Fetched | None:
-        """Return what a replica says, None where it says nothing in time."""
+        """Return what a replica says, None where it says nothing in time, or is not linked any more."""
+        if replica not in self._linked():
+            return None
         key = next(self._tickets), replica.replica_id
         answer = self._asked[key] = asyncio.get_running_loop().create_future()
         self._send(replica, Fetch(key[0], name, tenant, known, wait, claims))
