@@ -53,9 +53,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """End the process, all stacks told, where a test takes too long: nothing else ends a wait for a hung GPU.
 
-    pytest asks this hook for the tests of all folders.
+    pytest asks the hook of a conftest for the tests of all folders. Those of others have it only by `-p`.
     """
-    if not item.path.is_relative_to(HERE):
+    asked_for = item.config.pluginmanager.has_plugin("tests.gpu.conftest")
+    if not asked_for and not item.path.is_relative_to(HERE):
         return (yield)
     mark = item.get_closest_marker("limit")
     seconds = mark.args[0] if mark else LIMIT
