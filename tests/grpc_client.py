@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
@@ -157,8 +157,9 @@ def grpc_services(
 
 
 @contextlib.asynccontextmanager
-async def running_grpc(services: GrpcServices, metrics: Metrics) -> AsyncIterator[Served]:
-    """Serve on a free loopback port."""
+async def running_grpc(services: GrpcServices, metrics: Metrics, **changes) -> AsyncIterator[Served]:
+    """Serve on a free loopback port. changes: of the services."""
+    services = replace(services, **changes)
     async with contextlib.AsyncExitStack() as stack:
         server = await stack.enter_async_context(gateway_of(services))
         await server.start()
