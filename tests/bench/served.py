@@ -110,13 +110,13 @@ async def served(port: int, rounds: int, name: str) -> Figures:
     """Return the figures of the endpoint, which `name` begins."""
     figures: Figures = {f"{name}_health_ms": await _health(port)}
     number = 1_000_000
-    await asyncio.gather(*[_stream(port, number - 1 - i) for i in range(4)])
+    await asyncio.gather(*[stream(port, number - 1 - i) for i in range(4)])
     for streams in STREAMS:
         firsts: list[float] = []
         rates: list[float] = []
         for _ in range(max(3, rounds // streams)):
             began = time.perf_counter()
-            firsts += await asyncio.gather(*[_stream(port, number + i) for i in range(streams)])
+            firsts += await asyncio.gather(*[stream(port, number + i) for i in range(streams)])
             rates.append(streams * OUTPUT_TOKENS / (time.perf_counter() - began))
             number += streams
         figures |= _named(name, streams, firsts, rates)
@@ -136,7 +136,7 @@ async def _health(port: int) -> float:
     return 1e3 * statistics.median(took)
 
 
-async def _stream(port: int, number: int) -> float:
+async def stream(port: int, number: int) -> float:
     """Read one stream to its end; return the seconds to its first token."""
     asked = {"model": "demo", "prompt": prompt(number), "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
     body = json.dumps({**asked, "temperature": 0, "stream": True, "return_token_ids": True}).encode()
@@ -246,7 +246,7 @@ async def arrivals(port: int, spans: Path) -> Arrivals:
 async def _asked(port: int, spans: Path, numbers: range) -> list[float]:
     """Ask for all of them at once; return when each came to the engine."""
     known = len(queued(spans))
-    await asyncio.gather(*[_stream(port, number) for number in numbers])
+    await asyncio.gather(*[stream(port, number) for number in numbers])
     while len(found := queued(spans)) < known + len(numbers):  # spans are written some time after the end
         await asyncio.sleep(0.1)
     return found[known:]

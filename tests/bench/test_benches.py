@@ -14,7 +14,7 @@ import torch
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from tests import tiny_tokenizer
-from tests.bench import host_step, implementations, offline, ray_llm, router, served
+from tests.bench import host_step, implementations, offline, ray_llm, router, served, side_by_side
 from tests.bench.host_step import VOCAB, ReadyTokens
 from tests.bench.random_model import Load
 from tests.parity.tiny_models import make
@@ -205,3 +205,17 @@ def test_ray_serve_llm_serves_again_when_two_others_do():
         server.close()
         with pytest.raises(RuntimeError, match="has ended"):
             told.wait(10, without=12)
+
+
+def test_sides_are_compared_round_by_round_whatever_the_machine_does_meanwhile():
+    middle, low, high = side_by_side.ratio([11.0, 22.0, 110.0, 5.5], [10.0, 20.0, 100.0, 5.0])
+    assert [middle, low, high] == pytest.approx([1.1, 1.1, 1.1])
+    sides = [side_by_side.Side("before", 1), side_by_side.Side("after", 2)]
+    for side, factor in zip(sides, (1.0, 0.5), strict=True):
+        for streams in served.STREAMS:
+            side.figures[side_by_side.TTFT, streams] = [40.0 * factor, 60.0 * factor]
+            side.figures[side_by_side.RATE, streams] = [100.0, 300.0]
+    lines = side_by_side.table(sides).splitlines()
+    assert lines[0] == "before, 1 streams, first token, ms: 50.0"
+    assert lines[2] == "after, 1 streams, first token, ms: 25.0, x0.500 (0.500 to 0.500) of before"
+    assert len(lines) == 4 * len(served.STREAMS)

@@ -23,9 +23,12 @@ LEAK_SECONDS = 10.0
 
 
 class Command:
-    """A running `squadron` in a process group of its own, so that Ctrl-C reaches it as a terminal sends it."""
+    """A running `squadron` in a process group of its own, so that Ctrl-C reaches it as a terminal sends it.
 
-    def __init__(self, *arguments: str, home: Path, **variables: str) -> None:
+    folder: where it runs, which is also where its code is looked for first; None = here.
+    """
+
+    def __init__(self, *arguments: str, home: Path, folder: Path | None = None, **variables: str) -> None:
         environment = {
             name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SQUADRON_"))
         }
@@ -35,6 +38,7 @@ class Command:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            cwd=folder,
             env=environment | {"HOME": str(home), "HF_HUB_OFFLINE": "1", **variables},
         )
         self.lines: list[str] = []
