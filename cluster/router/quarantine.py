@@ -91,7 +91,7 @@ class Blame:
             record = self._records.setdefault(live, _Record())
             if len(suspects) > 1 and live in replica.probes:
                 record.alone = True
-            elif code in (STALLED, LOST):
+            elif code in (STALLED, LOST) and not replica.draining:  # of one that leaves Serve has said so already
                 record.doubts[replica.incarnation] = replica.replica_id, self._clock()
             else:
                 record.deaths.add(replica.incarnation)

@@ -89,4 +89,18 @@ FAILED: dict[str, History] = {
             Partition(at=1.698, router="router-0", replica="replica-1", seconds=4.0),
         ),
     ),
+    "a replica died after Serve had let it go, and no word came of it: waited on; now what was said before counts": (
+        History(
+            seed=942706767083,
+            routers=1,
+            replicas=1,
+            events=(
+                Arrive(at=0.3102, seed=485448614, prompt=2, tokens=24, choices=2),
+                Stop(at=0.3162, process="replica-0", seconds=0.6),
+                Arrive(at=0.4116, seed=924362945, prompt=60, tokens=6),
+                Arrive(at=0.6844, seed=539369634, prompt=2, tokens=1, stream=False, poison=True),
+                Drain(at=0.7307, process="replica-0", back=1.0, version=1),
+            ),
+        )
+    ),
 }
