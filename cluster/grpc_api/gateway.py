@@ -65,12 +65,11 @@ class ForwardingService:
         return call.message
 
     async def _abort(self, method: str, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        """Ask all routers: one of them has run the call."""
-        routers = self._routers()
-        calls = [_Forwarded(method, body, context, whole=True) for _ in routers or (None,)]
-        asked = [asyncio.ensure_future(call.run(router)) for call, router in zip(calls, routers, strict=False)]
-        if asked:
-            await asyncio.wait(asked, timeout=ABORT_SECONDS)
+        """Ask all routers: one of them has run the call. Where there is none now, the next one is asked."""
+        routers = self._routers() or (self._app,)
+        calls = [_Forwarded(method, body, context, whole=True) for _ in routers]
+        asked = [asyncio.ensure_future(call.run(router)) for call, router in zip(calls, routers, strict=True)]
+        await asyncio.wait(asked, timeout=ABORT_SECONDS)
         for task in asked:
             task.cancel()
         told = max(calls, key=lambda call: (call.ended_well, call.ended))
