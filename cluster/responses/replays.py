@@ -34,6 +34,7 @@ class Replays:
         self._copies = copies
         self._maker = maker
         self._running: Counter[str] = Counter()  # by tenant
+        self._sizes: dict[AnswerView, int] = {}  # bytes that each takes
 
     @property
     def num_running(self) -> int:
@@ -51,6 +52,7 @@ class Replays:
         kept = kept_of(record.head)
         view = AnswerView(record.head, record.log(kept), current=False)
         Following(record, self._copies, kept, view.catch_up)
+        self._weigh(view, record.size)  # now: many may begin before the first of them runs
         task = self._maker.spawn(self._make(record, view))
         try:
             yield view
@@ -58,19 +60,21 @@ class Replays:
             self._running[tenant] -= 1
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            self._weigh(view, 0)
+            del self._sizes[view]
+
+    def _weigh(self, view: AnswerView, size: int) -> None:
+        """Take note of what a replay takes now."""
+        self.num_bytes += size - self._sizes.get(view, 0)
+        self._sizes[view] = size
 
     async def _make(self, record: Record, view: AnswerView) -> None:
         context = CallContext(continues=True)
         visit = Visit(self._tenancy, self._tenancy.holder(record.head.tenant), None, context, charged=True)
-        counted = record.size
-        self.num_bytes += counted
 
         async def send(message: Message) -> None:
-            nonlocal counted
             await view.send(message)
-            new = record.size + view.size - counted
-            self.num_bytes += new
-            counted += new
+            self._weigh(view, record.size + view.size)
             if not (self._fits(0) or view.over):
                 view.finish(error=self._refusal())  # the answer itself goes on where it is made
                 making.cancel()
@@ -82,7 +86,6 @@ class Replays:
             await making
         finally:
             making.cancel()
-            self.num_bytes -= counted
             view.finish()
 
     def _fits(self, size: int) -> bool:
