@@ -5,6 +5,7 @@
     python -m tests.bench.kills --kills 200 --victims replica,rank,router    with two routers, which are killed too
     python -m tests.bench.kills --faults stall,cut --kills 100               the same with other faults than kills
     python -m tests.bench.kills --kills 200 --ingress gateway                behind gateways of ours
+    python -m tests.bench.kills --kills 1000 --minutes 60                    so many, or as many as the time allows
 
 The demo model, two replicas, each a tensor-parallel pair, behind a real Serve proxy, or a gateway, on loopback. Every
 stream is compared, token by token, with an undisturbed run. `short` is a 200 that just ends, without an error and
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import sys
 import time
 from collections import Counter
@@ -144,6 +146,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--kills", type=int, default=0, help="so many random faults instead of the comparison")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no fault is begun after so many")
     parser.add_argument("--faults", type=_kinds, default=(KILL,), help=f"kinds of them: some of {','.join(KINDS)}")
     named = f"kinds of processes to kill: some of {','.join(sorted(VICTIMS))}"
     parser.add_argument("--victims", type=_victims, default=(REPLICA, RANK), help=named)
@@ -161,7 +164,7 @@ def main() -> None:
         app = stack.enter_context(served_demo(board, ingress=options.ingress, **routers))
         if options.kills:
             run = options.kills, options.streams, options.tokens, options.seed, options.faults
-            report = asyncio.run(RandomKiller(app, *run, board, options.victims).run())
+            report = asyncio.run(RandomKiller(app, *run, board, options.victims).run(60 * options.minutes))
             figures, least = report.figures(), 0.99 if KILL in options.faults else 1.0
             table = figures_table(figures, f"random faults: {', '.join(options.faults)}")
             kept = report.promise_kept and report.exact_share >= least

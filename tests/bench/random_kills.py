@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -84,14 +86,17 @@ class RandomKiller:
         self._faults = RandomFaults(app, self.report, self._rng, faults, board, victims)
         self._over = False
 
-    async def run(self) -> RandomKills:
-        """Strike as often as was asked for and return what the clients saw."""
+    async def run(self, seconds: float = math.inf) -> RandomKills:
+        """Strike as often as was asked for, or for so long, and return what the clients saw."""
+        until = time.monotonic() + seconds
         asked = [greedy_or_seeded(index, self._tokens) for index in range(DISTINCT)]
         async with client_of(self._app.url) as client, self.report.watched(self._app.url, period=1.0):
             oracle = await read_all(client, asked)
             rngs = [Random(self._rng.random()) for _ in range(self._streams)]
             readers = [asyncio.create_task(self._read(client, oracle, rng)) for rng in rngs]
             for number in range(1, self._kills + 1):
+                if time.monotonic() > until:
+                    break
                 await asyncio.sleep(self._rng.uniform(0.2, 2.0))
                 await self._faults.strike()
                 print(f"{number}: {self._last()}", flush=True)

@@ -31,6 +31,7 @@ from tests.lifetime import DIE_WITH_PARENT
 STREAMS, TOKENS = 4, 400  # of each side
 PORT, GCS_PORT = 8000, 6379
 HEADERS = {"authorization": "Bearer sk-operator"}
+CUT = 30.0  # seconds at most: after about 55, Ray takes a host for dead
 CPUS, OF_REPLICA = 3, 2.75  # leave room for one router beside each replica
 DEPLOY = f"""
 import ray
@@ -134,9 +135,15 @@ async def ask(where: list[Host], strike: Callable[[Stream], None] = lambda _: No
 
 
 async def cut_one_off(cluster: ThreeHosts, oracle: list[Stream]) -> None:
-    """Cut a host off while streams run on both sides, which all end meanwhile; heal it while more of them run."""
+    """Cut a host off while streams run on both sides, and heal it while more of them run, or after `CUT`."""
+
+    def cut() -> None:
+        cluster.far.cut()
+        healing.append(asyncio.get_running_loop().call_later(CUT, cluster.far.heal))
+
     raylets = [node.raylet.pid for node in cluster.nodes]
-    strike = Strike(200, cluster.far.cut)
+    healing: list[asyncio.TimerHandle] = []
+    strike = Strike(200, cut)
     streams = await ask([cluster.near, cluster.far], strike)
     check_exact(streams, oracle * 2)
     stranded = sum(map(int, STALLED.findall(cluster.logs.news())))
@@ -147,6 +154,7 @@ async def cut_one_off(cluster: ThreeHosts, oracle: list[Stream]) -> None:
     strike = Strike(200, cluster.far.heal)
     check_exact(await ask([cluster.near], strike), oracle)
     strike.struck()
+    healing[0].cancel()
     cluster.wait_whole()
     assert [node.raylet.pid for node in cluster.nodes if node.raylet.is_running()] == raylets, "a node was lost"
 
