@@ -109,6 +109,7 @@ class AnswerLog:
         self._told_fingerprint: str | None = None
         self._spoke_at: float | None = None  # None = the ingress asks no other router
         self._was_silent = False
+        self._let_go = False
         for note in map(_decode, notes or ()):
             self.facts = self.facts or note.facts
             self.past += [(chunk.number, _chunk(chunk)) for chunk in note.chunks]
@@ -131,14 +132,18 @@ class AnswerLog:
 
     @property
     def may_be_elsewhere(self) -> bool:
-        """Whether the ingress may have left this router, which was silent for long, and asked another one."""
-        return self._was_silent or self._is_silent(asyncio.get_running_loop().time())
+        """Whether the ingress may have asked another router: this one was silent for long, or has let go."""
+        return self._let_go or self._was_silent or self._is_silent(asyncio.get_running_loop().time())
 
     def spoke(self) -> None:
         """Take note that the ingress hears something of this router, from now on again and again."""
         now = asyncio.get_running_loop().time()
         self._was_silent |= self._is_silent(now)
         self._spoke_at = now
+
+    def let_go(self) -> None:
+        """Take note that the ingress has to ask another router, which goes on with the answer."""
+        self._let_go = True
 
     def is_answered(self) -> None:
         """Take note that the ingress has taken the answer to its end: it asks no other router."""

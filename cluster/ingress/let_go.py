@@ -10,7 +10,7 @@ import logging
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.answer_log import KEEPS
+from cluster.answer_log import ANSWER_LOG, KEEPS, AnswerLog
 
 # As Serve's proxy says it where there is no router: no answer, so that another one is asked.
 _NOT_HERE = {
@@ -22,18 +22,19 @@ logger = logging.getLogger(__name__)
 
 
 class LetGo:
-    """ASGI middleware of a router. Answers that cannot go on elsewhere are made to their end."""
+    """ASGI middleware of a router, within `IngressCheck`. Answers that cannot go on elsewhere are made to their end."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._leaves = False
-        self._kept: set[asyncio.Task[None]] = set()
+        self._kept: dict[asyncio.Task[None], AnswerLog] = {}
 
     def let_go(self) -> None:
         """End all that others can go on with, now and from now on."""
         self._leaves = True
         logger.info("this router leaves: %d answers go on elsewhere", len(self._kept))
-        for answer in self._kept:
+        for answer, log in self._kept.items():
+            log.let_go()
             answer.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -51,11 +52,11 @@ class LetGo:
                 await send(message)
 
         answer = asyncio.ensure_future(self._app(scope, receive, say))
-        self._kept.add(answer)
+        self._kept[answer] = scope["state"][ANSWER_LOG]
         try:
             await asyncio.wait((answer,))
             if not (answer.cancelled() and self._leaves):
                 answer.result()
         finally:
-            self._kept.discard(answer)
+            del self._kept[answer]
             answer.cancel()

@@ -6,8 +6,9 @@ import asyncio
 from dataclasses import dataclass, field
 from random import Random
 
-from cluster.simulator.fleet import Fleet, RouterLife, token_at
+from cluster.simulator.fleet import Fleet
 from cluster.simulator.history import Arrive, History
+from cluster.simulator.lives import RouterLife, token_at
 
 PROMPT_BASE = 10  # smallest token id of a prompt
 # Ends that are no errors. GONE: with the process that held the client's connection.

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from itertools import chain
 
-from cluster.admission.keys import OPEN
+from cluster.admission.keys import OPEN, Tenant
+from cluster.admission.quotas import MINUTE
 from cluster.simulator.answers import GONE, LEFT, WHOLE, Answer, Scene
-from cluster.simulator.fleet import ReplicaLife, RouterLife
-from cluster.simulator.history import Arrive, Leap
+from cluster.simulator.fleet import ABSENT, SPEECH
+from cluster.simulator.history import FREE, LIMITED, Arrive, Leap
+from cluster.simulator.lives import ReplicaLife, RouterLife
 from cluster.simulator.network import LATENCY
 from engine.errors import IntegrityError
 from engine.scheduler.scheduler import DEADLINE_EXCEEDED
@@ -18,6 +20,7 @@ from engine.scheduler.scheduler import DEADLINE_EXCEEDED
 AT_ONCE = 0.3  # seconds after which what can run does
 RECOVERY = 6.0  # seconds after a fault in which its traces may last: a silence is noticed, links are made again
 UNAVAILABLE = frozenset({"no_replica", "replica_lost", "router_lost", "no_router", "overloaded"})
+TENANTS = OPEN, Tenant(FREE), Tenant(LIMITED)
 DEATHS_OF_POISON = 3  # `quarantine_deaths`, and `MOST_LOSSES` of routers
 
 
@@ -70,9 +73,12 @@ def left_over(world: Scene) -> list[str]:
     for life in _routers(world):
         waits = life.dispatcher.num_live + life.dispatcher.num_waiting
         if life.admission is not None:
-            waits += life.admission.num_waiting + life.tenancy.quotas.running(OPEN)
+            waits += life.admission.num_waiting + sum(life.tenancy.quotas.running(one) for one in TENANTS)
         if waits:
             left.append(f"{life.name} has {waits} requests that live, wait, or are counted as running")
+    scaler = world.fleet.autoscaler
+    if scaler is not None and not scaler.at_rest:
+        left.append(f"the autoscaler asks for {scaler.target} replicas, and nobody asks anything")
     return left
 
 
@@ -86,7 +92,7 @@ def trace_of(world: Scene) -> str:
 
 
 def _routers(world: Scene) -> list[RouterLife]:
-    return [life for life in world.fleet.routers.values() if life.process.runs]
+    return [life for life in world.fleet.all_routers if life.process.runs]
 
 
 def _replicas(world: Scene) -> list[ReplicaLife]:
@@ -123,25 +129,46 @@ def _costs(life: ReplicaLife) -> list[str]:
 
 
 def _quotas(world: Scene) -> list[str]:
-    """What every request took was charged once.
+    """What every request took was charged once, to its tenant, and no quota was exceeded.
 
     A router that died may have charged what its successor charged again: nobody could ask it.
     """
     wrong = []
-    charged = _charged(world.fleet.all_routers)
-    by_the_dead = _charged([life for life in world.fleet.all_routers if life.process.dead])
-    asked = [answer.asked for answer in world.answers]
-    whole = [answer.asked for answer in world.answers if answer.ends == [WHOLE]]
-    for name in charged:
-        least, most = _due(world, whole, name), _due(world, asked, name) + by_the_dead[name]
-        if not least <= charged[name] <= most:
-            wrong.append(f"{charged[name]} {name} were charged in place of {least} to {most}")
+    dead = [life for life in world.fleet.all_routers if life.killed]
+    for tenant in (OPEN.name,) if world.history.quota is None else (FREE, LIMITED):
+        charged, by_the_dead = _charged(world.fleet.all_routers, tenant), _charged(dead, tenant)
+        answers = [one for one in world.answers if tenant == OPEN.name or one.asked.limited == (tenant == LIMITED)]
+        asked = [answer.asked for answer in answers]
+        whole = [answer.asked for answer in answers if answer.ends == [WHOLE]]
+        for name in charged:
+            least, most = _due(world, whole, name), _due(world, asked, name) + by_the_dead[name]
+            if not least <= charged[name] <= most:
+                wrong.append(f"{charged[name]} {name} of {tenant} were charged in place of {least} to {most}")
+    return wrong + [told for life in world.fleet.all_routers for told in _exceeded(world, life)]
+
+
+def _exceeded(world: Scene, life: RouterLife) -> list[str]:
+    """Return where a router let through more than a tenant may have, or counted other than it charged."""
+    quota, wrong = world.history.quota, []
+    if quota is None:
+        return []
+    tokens, usage = 0, life.tenancy.quotas.used()
+    for minute, used in usage.items():
+        tokens += sum(amount for name, amount in used.items() if name.startswith("tokens"))
+        requests = sum(amount for name, amount in used.items() if name.startswith("requests"))
+        if quota.requests_per_minute is not None and requests > quota.requests_per_minute:
+            wrong.append(f"{life.name} let {requests} requests through in minute {minute}")
+    charged = _charged([life], LIMITED)
+    due = charged["tokens of prompts"] + charged["tokens of output"]
+    is_all = world.fleet.loop.now < MINUTE  # else some of it counts no more
+    if quota.tokens_per_minute is not None and life.process.runs and is_all and tokens != due:
+        wrong.append(f"{life.name} counts {tokens} tokens for the quota, and {due} for the bill")
     return wrong
 
 
-def _charged(routers: Iterable[RouterLife]) -> Counter[str]:
-    """Return what these routers have charged."""
-    counts = [counts for life in routers for counts in life.tenancy.counts.values()]
+def _charged(routers: Iterable[RouterLife], tenant: str) -> Counter[str]:
+    """Return what these routers have charged a tenant."""
+    counts = [one for life in routers for (_, name), one in life.tenancy.counts.items() if name == tenant]
     return Counter(
         {
             "requests": sum(one.requests["admitted"] for one in counts),
@@ -229,6 +256,8 @@ def _explained(world: Scene, answer: Answer, code: str) -> bool:
         return True
     if code == DEADLINE_EXCEEDED:
         return answer.asked.timeout is not None
+    if code in ("rate_limit_exceeded", "prompt_exceeds_quota"):
+        return _over_quota(world, answer, code)
     if code == "request_quarantined":
         return answer.asked.poison or fleet.deaths >= DEATHS_OF_POISON
     if code == "router_lost":
@@ -236,16 +265,45 @@ def _explained(world: Scene, answer: Answer, code: str) -> bool:
     return code == "model_changed" and fleet.skewed
 
 
+def _over_quota(world: Scene, answer: Answer, code: str) -> bool:
+    """Whether a tenant's quota can have led to this end."""
+    quota, asked = world.history.quota, answer.asked
+    if quota is None or not asked.limited:
+        return False
+    if code == "prompt_exceeds_quota":
+        return quota.tokens_per_minute is not None and world.prompt_tokens(asked) > quota.tokens_per_minute
+    others = [one for one in world.answers if one.asked.limited and one is not answer and one.began <= answer.ended]
+    at_once = [one for one in others if not one.ends or one.ended + RECOVERY >= answer.began]
+    tokens = sum(world.prompt_tokens(one.asked) + one.asked.tokens * one.asked.choices for one in (*others, answer))
+    return (
+        (quota.max_concurrent is not None and len(at_once) >= quota.max_concurrent)
+        or (quota.requests_per_minute is not None and len(others) >= quota.requests_per_minute)
+        or (quota.tokens_per_minute is not None and tokens > quota.tokens_per_minute)
+    )
+
+
 def was_out(world: Scene, answer: Answer) -> bool:
     """Whether at some time there was no router for a request, or one that it may have come to had no replica."""
-    fleet, history = world.fleet, world.history
+    downs, history = world.fleet.downs, world.history
     routers = [f"router-{i}" for i in range(history.routers)]
-    replicas = [f"replica-{i}" for i in range(history.replicas)]
     mine = routers if answer.router is None else [answer.router.slot]
-    ways = [[_union(fleet.downs, (one,), (router, one)) for one in replicas] for router in mine]
-    out = [[_union(fleet.downs, (one,)) for one in routers], *ways]
-    begins = {begin for spans in (*chain(*out),) for begin, _ in spans if answer.began <= begin <= answer.ended}
-    return any(all(_covers(spans, moment) for spans in one) for one in out for moment in {answer.began, *begins})
+    places = [_union(downs, (one, ABSENT)) for one in world.fleet.places]
+    ways = [
+        [_union(downs, (one,), (router, one), (router, one, SPEECH)) for one in world.fleet.places] for router in mine
+    ]
+    routers_down = [_union(downs, (one,)) for one in routers]
+    spans = [*routers_down, *chain(*ways)]
+    begins = {begin for one in spans for begin, _ in one if answer.began <= begin <= answer.ended}
+    moments = {answer.began, *begins}
+    if any(all(_covers(one, moment) for one in routers_down) for moment in moments):
+        return True
+    return any(
+        # Where all are absent the autoscaler brings one in time; one at least was taken by a fault.
+        all(_covers(down, moment) or _covers(absent, moment) for down, absent in zip(way, places, strict=True))
+        and any(_covers(down, moment) for down in way)
+        for way in ways
+        for moment in moments
+    )
 
 
 def _union(

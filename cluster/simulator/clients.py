@@ -11,7 +11,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster.admission.deadline import HEADER
 from cluster.errors import ApiError
 from cluster.simulator.answers import LEFT, WHOLE, Answer, Scene, messages_of, prompt_of
-from cluster.simulator.fleet import MODEL, Fleet, RouterLife
+from cluster.simulator.fleet import Fleet
+from cluster.simulator.history import FREE, LIMITED
+from cluster.simulator.lives import MODEL, RouterLife
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 
@@ -86,6 +88,8 @@ class HttpClient:
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
         if asked.timeout is not None:
             headers.append((HEADER.encode(), str(asked.timeout).encode()))
+        if self._scene.history.quota is not None:
+            headers.append((b"authorization", f"Bearer {LIMITED if asked.limited else FREE}".encode()))
         path = "/v1/chat/completions" if asked.chat else "/v1/completions"
         return {
             "type": "http", "method": "POST", "path": path, "query_string": b"", "root_path": "", "headers": headers,
@@ -148,7 +152,7 @@ class ServeProxy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one exchange on."""
         while not self._fleet.routers:
-            await self._fleet.changed_or(0.25)
+            await self._fleet.serve.changed_or(0.25)
         life = min(self._fleet.routers.values(), key=lambda one: one.asked)
         life.asked += 1
         await _Hop(life).run(scope, receive, send)
@@ -179,9 +183,11 @@ class _Hop:
         async def say(message: Message) -> None:
             self._said.put_nowait(dict(message))
 
+        self._life.exchanges += 1
         try:
             await self._life.app(scope, self._asked.get, say)
         finally:
+            self._life.exchanges -= 1
             self._said.put_nowait(None)
 
     async def _listen(self, receive: Receive) -> None:

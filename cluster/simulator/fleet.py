@@ -1,260 +1,28 @@
-"""The processes of a simulated cluster and what Ray Serve does for them: who is there, leases, and successors."""
+"""The processes of a simulated cluster, and what starts and ends them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Awaitable, Callable
 from random import Random
 from typing import Any
 
-import numpy as np
-from starlette import routing
-from starlette.types import ASGIApp
-
-from cluster.admission.admission_queue import AdmissionQueue
-from cluster.admission.tenants import Tenancy
-from cluster.config import ClusterConfig
-from cluster.http import app
-from cluster.http.ui import ui_route
-from cluster.ingress.router_side import IngressCheck
-from cluster.lifecycle.leases import ReplicaWatch
+from cluster.lifecycle.leaving import LOOK_SECONDS
 from cluster.openai.served_model import ServedModel
-from cluster.replica.core import ReplicaCore
-from cluster.replica.engine_thread import EngineListener
-from cluster.replica.sessions import ReplicaFacts
-from cluster.router.directory import Connect, ReplicaDirectory
-from cluster.router.dispatcher import Dispatcher
-from cluster.router.incidents import IncidentLog, RecordedSource
-from cluster.router.live_model import admission_queue, dispatcher_config
-from cluster.router.models import ModelFront, Models
-from cluster.simulator.engine import FIRST_TOKEN, ModelledExecutor, SimulatedEngine, StepTimes, simulated_tokens
+from cluster.router.directory import Connect
 from cluster.simulator.history import History
-from cluster.simulator.network import NOBODY, Network
+from cluster.simulator.lives import ReplicaLife, RouterLife, Served, config_of
+from cluster.simulator.network import LATENCY, NOBODY, Network
 from cluster.simulator.process import SimulatedLoop, SimulatedProcess
-from cluster.simulator.stub_core import BASE, PER_SEQUENCE, StubCore, hashed_token
-from cluster.telemetry.metrics import Metrics, ReplicaSetStats
-from cluster.token_source import TokenSource
-from cluster.wire.link import Announcement, LinkAddress, ReplicaLink
-from engine.config import EngineConfig
-from engine.core import EngineCore
-from engine.report import StepReport
+from cluster.simulator.serve import Autoscaler, LeaseHandle, Membership
+from cluster.wire.link import LinkAddress, OtherProtocolError, ReplicaLink
 from engine.request import Request
 
-MODEL = "demo"
-CONFIG = ClusterConfig(model=MODEL)
-VOCAB, CONTEXT, BLOCK, BLOCKS, CHUNK = 400, 4096, 16, 512, 16
 NOTICE = 0.1  # seconds until Serve knows that a process is dead
-
-
-@cache
-def config_of(seats: int) -> ClusterConfig:
-    """Return the default settings for replicas that run so many sequences at once."""
-    return ClusterConfig(model=MODEL, max_num_seqs=seats)
-
-
-class CheckedCore(EngineCore):
-    """An engine that checks itself after every step."""
-
-    def step(self) -> StepReport:
-        """Run a step."""
-        report = super().step()
-        self.check_integrity()
-        return report
-
-
-def token_at(history: History, version: int, seed: int, choice: int, position: int) -> int:
-    """Return the token that a model version draws."""
-    if history.real_engine:
-        mixed = np.array([seed + 7919 * choice]), np.array([position])
-        return int(simulated_tokens(*mixed, VOCAB - FIRST_TOKEN)[0])
-    return hashed_token(version, seed, choice, position, VOCAB)
-
-
-_ui_route, _compile_path = cache(ui_route), cache(routing.compile_path)
-
-
-@contextmanager
-def memoised() -> Iterator[None]:
-    """Have the app's page and patterns of paths made once: they are the same in every router."""
-    front: Any = app
-    before = front.ui_route, routing.compile_path
-    front.ui_route, routing.compile_path = _ui_route, _compile_path
-    try:
-        yield
-    finally:
-        front.ui_route, routing.compile_path = before
-
-
-class ReplicaLife:
-    """One life of a replica. over: its process has ended, and Serve knows it. drains: it is to go."""
-
-    def __init__(self, fleet: Fleet, slot: str, version: int) -> None:
-        self.slot = slot
-        self.version = version
-        self.name = fleet.new_name(slot)
-        self.process = fleet.new_process(slot)
-        self.over = asyncio.Event()
-        self.drains = False
-        self._fleet = fleet
-        self.core: ReplicaCore = self.process.call(self._made)
-
-    def _made(self) -> ReplicaCore:
-        fleet, loop = self._fleet, self._fleet.loop
-        core: Any
-        if fleet.history.real_engine:
-            config = EngineConfig(
-                "simulated", max_model_len=CONTEXT, max_num_seqs=fleet.history.seats, block_size=BLOCK
-            )
-            times = StepTimes(BASE, BASE / CHUNK, PER_SEQUENCE, 0.0)
-            executor = ModelledExecutor(times, VOCAB)
-            core = CheckedCore(config, executor, (0,), VOCAB, BLOCKS, loop.time)
-
-            def last_step() -> float:
-                return executor.last_step
-
-        else:
-            core = StubCore(loop.time, VOCAB, fleet.history.seats, CHUNK, self.version, BLOCKS)
-
-            def last_step() -> float:
-                return core.last_step
-
-        fingerprint = f"model-{self.version}"
-        facts = ReplicaFacts(self.name, "simulated", CONTEXT, VOCAB, BLOCK, BLOCKS - 1, fingerprint=fingerprint)
-
-        def engine(core: EngineCore, loop: asyncio.AbstractEventLoop, listener: EngineListener) -> SimulatedEngine:
-            return _MortalEngine(core, loop, listener, last_step, self._begins)
-
-        return ReplicaCore(core, facts, None, incarnation=fleet.rng.getrandbits(62), engine=engine, clock=loop.time)
-
-    def _begins(self, requests: list[Request]) -> None:
-        self._fleet.seeds.update([request.seed for request in requests])
-        if any(request.seed in self._fleet.poison for request in requests):
-            self._fleet.after(0.001, self._fleet.poisoned, self)
-
-
-class _MortalEngine(SimulatedEngine):
-    """Says to `begins` what each step is the first for."""
-
-    def __init__(
-        self,
-        core: EngineCore,
-        loop: asyncio.AbstractEventLoop,
-        listener: EngineListener,
-        step_seconds: Callable[[], float],
-        begins: Callable[[list[Request]], None],
-    ) -> None:
-        self._begins = begins
-        super().__init__(core, loop, listener, step_seconds)
-
-    def _begin(self, requests: list[Request]) -> None:
-        super()._begin(requests)
-        self._begins(requests)
-
-
-class RouterLife:
-    """One life of a router. known: whether Serve still sends requests to it."""
-
-    def __init__(self, fleet: Fleet, slot: str) -> None:
-        self.slot = slot
-        self.name = fleet.new_name(slot)
-        self.process = fleet.new_process(slot)
-        self.asked = 0
-        self.over = asyncio.Event()
-        self.app: ASGIApp
-        self.dispatcher: Dispatcher
-        self._fleet = fleet
-        self.process.call(self._make)
-
-    def _make(self) -> None:
-        fleet = self._fleet
-        self.dispatcher = Dispatcher(dispatcher_config(CONFIG), Random(fleet.rng.getrandbits(32)))
-        leases: Any = _LeaseHandle(fleet, self)
-        connect: Connect = self._connect
-        self.source: TokenSource = self.dispatcher
-        if fleet.record is not None:
-            incidents = IncidentLog(fleet.record, self.name, fleet.loop.time)
-            fleet.records.append(incidents)
-            connect, self.source = incidents.connecting(connect), RecordedSource(self.source, incidents)
-        self.directory = ReplicaDirectory(self.name, leases, self.dispatcher, node="node", open_link=connect)
-        self.admission: AdmissionQueue | None = None
-        if fleet.model is not None:
-            model, metrics = fleet.model, Metrics(fleet.loop.time)
-            self.tenancy = Tenancy()
-            self.admission = admission_queue(
-                fleet.config, self.dispatcher, self.source, lambda: fleet.history.routers
-            )
-            front = ModelFront(
-                model,
-                self.admission,
-                metrics.of(model.model_id, ReplicaSetStats),
-                ready=lambda: self.dispatcher.ready,
-                replicas=self.dispatcher.replicas,
-                ask_router=self.dispatcher.explain,
-            )
-            with memoised():
-                inner = app.build_app(
-                    Models([front]), metrics, lambda: {"ready": True}, names_answers=False, tenancy=self.tenancy
-                )
-            self.app = IngressCheck(inner, CONFIG.router_wait)
-
-    async def _connect(self, address: LinkAddress, router_id: str) -> ReplicaLink:
-        fleet = self._fleet
-        life = fleet.replica(address.host)
-        ways = self.slot, life.slot
-        return await fleet.network.connect(self.process, life.process, life.core.serve, router_id, ways)
-
-
-@dataclass
-class _LeaseHandle:
-    """A router's handle of the replica deployment, as far as `ReplicaDirectory` uses one."""
-
-    fleet: Fleet
-    router: RouterLife
-    deployment_name: str = "replicas"
-
-    def options(self, stream: bool) -> _LeaseHandle:
-        return self
-
-    @property
-    def lease(self) -> _LeaseHandle:
-        return self
-
-    def remote(self, router_id: str, node: str, watch: ReplicaWatch) -> Lease:
-        return Lease(self.fleet, self.router, watch)
-
-
-class Lease:
-    """The stream that answers a lease call: the replica's announcement, then nothing until it ends."""
-
-    def __init__(self, fleet: Fleet, router: RouterLife, watch: ReplicaWatch) -> None:
-        self._fleet = fleet
-        self._router = router
-        self._watch = watch
-        self._life: ReplicaLife | None = None
-
-    def __aiter__(self) -> Lease:
-        return self
-
-    async def __anext__(self) -> Announcement:
-        if self._life is not None:
-            await self._life.over.wait()
-            raise RuntimeError("the replica has ended")
-        self._fleet.watch(self._router, self._watch)
-        while True:
-            fresh = [life for life in self._fleet.members() if life.name not in self._watch.known]
-            # Serve asks those it chooses from how much they have to do, and takes none that does not answer.
-            self._life = next((life for life in fresh if life.process.runs), None)
-            if self._life is not None:
-                address = LinkAddress(self._life.name, 1, "")
-                return Announcement(self._life.name, address, {}, BLOCKS * BLOCK, (1,))
-            # Serve's router looks again when the set changes and now and then.
-            await self._fleet.changed_or(0.25)
-
-    def cancel(self) -> None:
-        """Give it back."""
+STARTS_IN = 1.0  # seconds that a replica takes which the autoscaler asks for
+EVER = 1e9  # seconds
+SPEECH = "protocol"  # in the name of a way: its two ends speak different ones
+ABSENT = "absent"  # in the name of a place: the autoscaler wants no replica there
 
 
 class Fleet:
@@ -271,10 +39,9 @@ class Fleet:
         self.history = history
         self.loop = loop
         self.rng = Random(history.seed)
-        self.record = record
         self.model = model
-        self.records: list[IncidentLog] = []
         self.network = Network(loop)
+        self.serve = Membership()
         self.routers: dict[str, RouterLife] = {}
         self.replicas: dict[str, ReplicaLife] = {}
         self.downs: dict[tuple[str, ...], list[tuple[float, float]]] = {}
@@ -282,39 +49,59 @@ class Fleet:
         self.router_losses = 0
         self.skewed = history.updated > 0
         self.seeds: set[int] = set()  # of all that replicas have begun
-        self.poison = {one.seed for one in history.arrivals if one.poison}
         self.all_routers: list[RouterLife] = []
-        self.config = config_of(history.seats)
-        self.all_replicas: dict[str, ReplicaLife] = {}
-        self._serving: dict[str, ReplicaLife] = {}  # as Serve sees it
-        self._watches: list[tuple[RouterLife, ReplicaWatch]] = []
-        self._changed: list[asyncio.Future[None]] = []
+        self.autoscaler: Autoscaler | None = None
+        self._poison = {one.seed for one in history.arrivals if one.poison}
+        self._served = Served(history, config_of(history.seats, history.replicas, history.scaling), model, record)
+        self._all_replicas: dict[str, ReplicaLife] = {}
         self._numbers: dict[str, int] = {}
+        self._coming: set[str] = set()  # places for which the autoscaler has asked for a replica
 
-    def new_name(self, slot: str) -> str:
-        """Return the name of a new life."""
-        self._numbers[slot] = self._numbers.get(slot, 0) + 1
-        return f"{slot}.{self._numbers[slot]}"
+    def begin(self) -> None:
+        """Start what is there at first."""
+        history = self.history
+        for number in range(history.replicas):
+            version = 2 if number >= history.replicas - history.updated else 1
+            self.start_replica(f"replica-{number}", version)
+        for number in range(history.routers):
+            self.start_router(f"router-{number}")
+        for slot in self.places[history.replicas :]:
+            self.down((slot, ABSENT), EVER)
+        if history.scaling is not None:
+            config = self._served.config
+            self.autoscaler = Autoscaler(config, self.serve, self.after, self._scale_to, lambda: self.loop.now)
+
+    @property
+    def places(self) -> list[str]:
+        """All places in which there may be a replica."""
+        return [f"replica-{number}" for number in range(self._served.config.most_replicas)]
 
     def new_process(self, slot: str) -> SimulatedProcess:
         """Return a new process, whose clock shows anything."""
         return SimulatedProcess(slot, self.loop, self.rng.uniform(0, 1e5))
 
-    def start_replica(self, slot: str, version: int = 1) -> None:
+    def start_replica(self, slot: str, version: int = 1, protocol: int = 1) -> None:
         """Start a replica in a place and have Serve know it."""
-        life = self.replicas[slot] = ReplicaLife(self, slot, version)
-        self.all_replicas[life.name] = self._serving[life.name] = life
-        self._tell()
+        name, process = self._new_name(slot), self.new_process(slot)
+        facts = self.history, version, protocol, self.rng.getrandbits(62)
+        life = self.replicas[slot] = ReplicaLife(slot, name, process, *facts, self._begun)
+        self._all_replicas[life.name] = life
+        self._up((slot,))
+        self._up((slot, ABSENT))
+        for router in self.routers.values():
+            self._note_speech(router, life)
+        self.serve.add(life)
 
-    def start_router(self, slot: str) -> None:
+    def start_router(self, slot: str, protocol: int = 1) -> None:
         """Start a router in a place."""
-        life = self.routers[slot] = RouterLife(self, slot)
+        name, process = self._new_name(slot), self.new_process(slot)
+        life = self.routers[slot] = RouterLife(
+            slot, name, process, self._served, protocol, self.rng.getrandbits(32), self._leases, self._connecting
+        )
         self.all_routers.append(life)
-        self._wake()
-
-    def replica(self, name: str) -> ReplicaLife:
-        """Return a life of a replica."""
-        return self.all_replicas[name]
+        for replica in self.replicas.values():
+            self._note_speech(life, replica)
+        self.serve.wake()
 
     def process(self, slot: str) -> SimulatedProcess | None:
         """Return what lives in a place now."""
@@ -328,34 +115,20 @@ class Fleet:
 
     def close_records(self) -> None:
         """Record nothing more: all is over."""
-        for one in self.records:
-            one.close()
+        for router in self.all_routers:
+            if router.incidents is not None:
+                router.incidents.close()
 
-    def members(self) -> list[ReplicaLife]:
-        """Return the replicas in Serve's set."""
-        return list(self._serving.values())
-
-    def watch(self, router: RouterLife, watch: ReplicaWatch) -> None:
-        """Tell a router of Serve's set, now and whenever it changes."""
-        if all(one is not watch for _, one in self._watches):
-            self._watches.append((router, watch))
-            router.process.call(watch.members_changed, self._ids())
-
-    def kill_replica(self, life: ReplicaLife, back: float | None, silently: bool = False, version: int = 0) -> None:
+    def kill_replica(self, life: ReplicaLife, back: float | None, silently: bool = False) -> None:
         """End a replica, have Serve notice, and start another one."""
         if life.process.dead:
             return
         self.deaths += 1
-        self.down((life.slot,), 1e9 if back is None else back)
+        self.down((life.slot,), EVER)
         life.process.kill()
         self.network.died(life.process, silently)
         self.after(NOTICE, self._gone, life)
-        if back is not None:
-            self.after(back, self._succeed, life.slot, version or life.version)
-
-    def poisoned(self, life: ReplicaLife) -> None:
-        """End a replica that computed what kills it."""
-        self.kill_replica(life, 0.5)
+        self._replace(life, back, life.version, life.protocol)
 
     def engine_dies(self, life: ReplicaLife, back: float) -> None:
         """Have a replica's engine fail, and its process end a moment later."""
@@ -363,89 +136,147 @@ class Fleet:
             life.process.call(life.core.on_dead, "the engine failed")
         self.after(0.05, self.kill_replica, life, back)
 
-    def drain(self, life: ReplicaLife, back: float, version: int) -> None:
+    def drain(self, life: ReplicaLife, back: float | None, version: int, protocol: int) -> None:
         """Have a replica go, and another one come."""
         if life.process.dead or life.drains:
             return
-        life.drains = True
         self.skewed |= version != life.version
-        self.down((life.slot,), 1e9)  # until the other one is there
-        life.process.call(life.core.drain)
-        self._serving.pop(life.name, None)
-        self._tell()
-        life.process.spawn(self._leave(life, back, version))
-
-    async def _leave(self, life: ReplicaLife, back: float, version: int) -> None:
-        await life.core.drained()
-        await asyncio.sleep(0.5)
-        await life.core.close()
-        self.after(0.0, self._left, life, back, version)
-
-    def _left(self, life: ReplicaLife, back: float, version: int) -> None:
-        if life.process.dead:
-            return
-        life.process.kill()
-        self.network.died(life.process, silently=False)
-        life.over.set()
-        self.after(back, self._succeed, life.slot, version)
+        self.down((life.slot,), EVER)  # until the other one is there
+        self._let_leave(life, back, version, protocol)
 
     def kill_router(self, life: RouterLife, back: float | None, silently: bool) -> None:
         """End a router, have Serve notice, and start another one."""
         if life.process.dead:
             return
         self.router_losses += 1
-        self.down((life.slot,), 1e9 if back is None else back)
-        life.process.kill()
-        self.network.died(life.process, silently)
-        self._watches = [one for one in self._watches if one[0] is not life]
-        life.over.set()
+        life.killed = True
+        self.down((life.slot,), EVER if back is None else back)
+        self._end_router(life, silently)
         self.after(NOTICE, self._router_gone, life)
         if back is not None:
-            self.after(max(back, NOTICE), self.start_router, life.slot)
+            self.after(max(back, NOTICE), self.start_router, life.slot, life.protocol)
 
-    def _router_gone(self, life: RouterLife) -> None:
-        if self.routers.get(life.slot) is life:
-            del self.routers[life.slot]
-
-    def _gone(self, life: ReplicaLife) -> None:
-        life.over.set()
-        self._serving.pop(life.name, None)
-        self._tell()
-
-    def _succeed(self, slot: str, version: int) -> None:
-        if self.replicas[slot].process.dead:
-            downs = self.downs.get((slot,), [])
-            self.downs[slot,] = [(begin, min(end, self.loop.now)) for begin, end in downs]
-            self.start_replica(slot, version)
-
-    def _ids(self) -> frozenset[str]:
-        return frozenset(self._serving)
-
-    def _tell(self) -> None:
-        for router, watch in self._watches:
-            router.process.call(watch.members_changed, self._ids())
-        self._wake()
-
-    def _wake(self) -> None:
-        waiting, self._changed = self._changed, []
-        for one in waiting:
-            _end(one)
-
-    async def changed_or(self, seconds: float) -> None:
-        """Wait until something changed, or so long."""
-        change: asyncio.Future[None] = self.loop.create_future()
-        self._changed.append(change)
-        timer = self.loop.call_later(seconds, _end, change)
-        try:
-            await change
-        finally:
-            timer.cancel()
+    def let_go(self, life: RouterLife, protocol: int) -> None:
+        """Have a router leave, as when its node is to end: its successor is there first."""
+        if life.process.dead or life.leaves:
+            return
+        life.leaves = True
+        self.start_router(life.slot, protocol)
+        life.process.spawn(self._let_go(life))
 
     def after(self, seconds: float, do: Callable[..., None], *args: Any) -> None:
         """Do something later, whoever is dead then."""
         self.loop.call_later(seconds, do, *args, context=NOBODY)
 
+    def _new_name(self, slot: str) -> str:
+        self._numbers[slot] = self._numbers.get(slot, 0) + 1
+        return f"{slot}.{self._numbers[slot]}"
 
-def _end(change: asyncio.Future[None]) -> None:
-    if not change.done():
-        change.set_result(None)
+    def _leases(self, router: RouterLife) -> LeaseHandle:
+        return LeaseHandle(self.serve, router)
+
+    def _connecting(self, router: RouterLife) -> Connect:
+        def connect(address: LinkAddress, router_id: str) -> Awaitable[ReplicaLink]:
+            return self._connect(router, self._all_replicas[address.host], router_id)
+
+        return connect
+
+    async def _connect(self, router: RouterLife, replica: ReplicaLife, router_id: str) -> ReplicaLink:
+        if router.protocol != replica.protocol and not replica.process.dead:
+            await asyncio.sleep(2 * LATENCY)
+            raise OtherProtocolError(f"the replica speaks protocol {replica.protocol}, the router {router.protocol}")
+        ways = router.slot, replica.slot
+        return await self.network.connect(router.process, replica.process, replica.core.serve, router_id, ways)
+
+    def _note_speech(self, router: RouterLife, replica: ReplicaLife) -> None:
+        """Note whether two places can speak with each other from now on."""
+        names = router.slot, replica.slot, SPEECH
+        self._up(names)
+        if router.protocol != replica.protocol:
+            self.down(names, EVER)
+
+    def _up(self, names: tuple[str, ...]) -> None:
+        """Note that a place, or a way, works again."""
+        if names in self.downs:
+            self.downs[names] = [(begin, min(end, self.loop.now)) for begin, end in self.downs[names]]
+
+    def _begun(self, life: ReplicaLife, requests: list[Request]) -> None:
+        """Take note of what a replica begins, and end it where that kills it."""
+        self.seeds.update([request.seed for request in requests])
+        if any(request.seed in self._poison for request in requests):
+            self.after(0.001, self.kill_replica, life, 0.5)
+
+    def _let_leave(self, life: ReplicaLife, back: float | None, version: int, protocol: int) -> None:
+        life.drains = True
+        life.process.call(life.core.drain)
+        self.serve.remove(life)
+        life.process.spawn(self._leave(life, back, version, protocol))
+
+    async def _leave(self, life: ReplicaLife, back: float | None, version: int, protocol: int) -> None:
+        await life.core.drained()
+        await asyncio.sleep(0.5)
+        await life.core.close()
+        self.after(0.0, self._left, life, back, version, protocol)
+
+    def _left(self, life: ReplicaLife, back: float | None, version: int, protocol: int) -> None:
+        if life.process.dead:
+            return
+        life.process.kill()
+        self.network.died(life.process, silently=False)
+        life.over.set()
+        self._replace(life, back, version, protocol)
+
+    def _replace(self, life: ReplicaLife, back: float | None, version: int, protocol: int) -> None:
+        """Start another replica in the place of one. back: seconds until then; None = none comes."""
+        if self.autoscaler is not None:
+            self.after(NOTICE, self._scale_on)
+        elif back is not None:
+            self.after(back, self._succeed, life.slot, version, protocol)
+
+    def _succeed(self, slot: str, version: int, protocol: int) -> None:
+        if slot not in self.replicas or self.replicas[slot].process.dead:
+            self.start_replica(slot, version, protocol)
+
+    def _gone(self, life: ReplicaLife) -> None:
+        life.over.set()
+        self.serve.remove(life)
+
+    async def _let_go(self, life: RouterLife) -> None:
+        await asyncio.sleep(LOOK_SECONDS)
+        if life.admission is not None:
+            life.letting_go.let_go()
+        while life.exchanges or life.dispatcher.num_live or life.dispatcher.num_waiting:
+            await asyncio.sleep(NOTICE)
+        self.after(0.0, self._end_router, life, False)
+
+    def _end_router(self, life: RouterLife, silently: bool) -> None:
+        if not life.process.dead:
+            life.process.kill()
+            self.network.died(life.process, silently)
+            self.serve.forget(life)
+            life.over.set()
+
+    def _router_gone(self, life: RouterLife) -> None:
+        if self.routers.get(life.slot) is life:
+            del self.routers[life.slot]
+
+    def _scale_on(self) -> None:
+        if self.autoscaler is not None:
+            self._scale_to(self.autoscaler.target)
+
+    def _scale_to(self, count: int) -> None:
+        """Start replicas in places that are free, or have some go."""
+        members = [life for life in self.serve.members if not life.process.dead]
+        for life in members[count:]:
+            self.down((life.slot, ABSENT), EVER)
+            self._let_leave(life, None, life.version, life.protocol)
+        for slot in self.places:
+            if len(members) + len(self._coming) >= count:
+                return
+            if slot not in self._coming and (slot not in self.replicas or self.replicas[slot].process.dead):
+                self._coming.add(slot)
+                self.after(STARTS_IN, self._came, slot)
+
+    def _came(self, slot: str) -> None:
+        self._coming.discard(slot)
+        self._succeed(slot, 1, 1)

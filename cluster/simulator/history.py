@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
+from cluster.admission.keys import Quota
+
+FREE, LIMITED = "free", "limited"  # tenants, and their keys
 INGRESS_SHARE = 0.15  # of histories that go through the holder and HTTP; the others ask a router's dispatcher
 ARRIVALS, FAULTS = 1.5, 2.0  # seconds from the beginning in which they come
 
@@ -17,7 +20,7 @@ class Arrive:
     stream: whether the answer is to come as it is made. pace: seconds that the client takes for each message.
     leaves: seconds after which it hangs up; None = it stays. poison: whether it kills every replica that computes it.
     timeout: seconds after which it wants no answer any more; None = it waits. Over HTTP alone: seeded: whether it
-    says the seed; chat: whether it asks for a message.
+    says the seed; chat: whether it asks for a message; limited: whether it is of the tenant with a quota.
     """
 
     at: float
@@ -33,6 +36,7 @@ class Arrive:
     timeout: float | None = None
     seeded: bool = True
     chat: bool = False
+    limited: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +108,25 @@ class Slow:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """A replica is to go, and another comes. version: of the model that the other runs."""
+    """A replica is to go, and another comes. version / protocol: of the model, and of the links, of the other."""
 
     at: float
     process: str
     back: float = 0.5
     version: int = 1
+    protocol: int = 1
 
 
-Event = Arrive | Kill | EngineDies | Stop | Leap | Cut | Partition | Slow | Drain
+@dataclass(frozen=True, slots=True)
+class LetGo:
+    """A router leaves, and lets go of its answers once its successor serves. protocol: of the successor's links."""
+
+    at: float
+    process: str
+    protocol: int = 1
+
+
+Event = Arrive | Kill | EngineDies | Stop | Leap | Cut | Partition | Slow | Drain | LetGo
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +135,8 @@ class History:
 
     ingress: whether clients ask over HTTP, through the holder. real_engine: whether replicas run the real core.
     seats: sequences that a replica runs at once. updated: replicas, the last ones, that run another model at first.
+    scaling: the least and most replicas, where there is an autoscaler. quota: of one of the two tenants that ask over
+    HTTP; None = clients need no key.
     """
 
     seed: int
@@ -131,6 +147,8 @@ class History:
     real_engine: bool = False
     seats: int = 256
     updated: int = 0
+    scaling: tuple[int, int] | None = None
+    quota: Quota | None = None
 
     @property
     def arrivals(self) -> list[Arrive]:
@@ -150,10 +168,37 @@ def drawn(seed: int) -> History:
     events: list[Event] = [_arrival(rng, routers, number, ingress) for number in range(rng.randint(3, 8))]
     for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6))):
         events.append(_fault(rng, _moment(rng, events), routers, replicas, ingress))
-    events.sort(key=lambda event: event.at)
     real_engine, seats = rng.random() < 0.05, rng.choice((256, 256, 3))
     updated = rng.randrange(replicas) if rng.random() < 0.2 and not real_engine else 0
-    return History(seed, routers, replicas, tuple(events), ingress, real_engine, seats, updated)
+    scaling, quota = None, None
+    if rng.random() < 0.1:
+        events.append(LetGo(_time(rng, FAULTS), f"router-{rng.randrange(routers)}"))
+    elif rng.random() < 0.06:
+        events += _new_protocol(rng, routers, replicas)
+    elif rng.random() < 0.05:
+        scaling, seats = (rng.choice((0, 0, 1)), replicas + rng.choice((0, 1, 2))), 3
+        events += _bursts(rng, routers, ingress)
+    if ingress and rng.random() < 0.3:
+        quota = Quota(rng.choice((None, 1, 3)), rng.choice((None, 30, 100)), rng.choice((None, 1, 2)))
+        events = [replace(one, limited=rng.random() < 0.6) if isinstance(one, Arrive) else one for one in events]
+    events.sort(key=lambda event: event.at)
+    return History(seed, routers, replicas, tuple(events), ingress, real_engine, seats, updated, scaling, quota)
+
+
+def _new_protocol(rng: Random, routers: int, replicas: int) -> list[Event]:
+    """Return an update, one copy after the other, to a version whose links speak another protocol."""
+    first, pause = _time(rng, ARRIVALS), rng.choice((0.1, 1.0, 3.0))
+    goes: list[Event] = [LetGo(first + pause * i, f"router-{i}", protocol=2) for i in range(routers)]
+    goes += [Drain(first + pause * i, f"replica-{i}", protocol=2) for i in range(replicas)]
+    return [replace(one, at=round(one.at + _time(rng, 0.3), 4)) for one in goes]
+
+
+def _bursts(rng: Random, routers: int, ingress: bool) -> list[Event]:
+    """Return arrivals that make an autoscaler act: more than fit at once, and one after it has let replicas go."""
+    first = _time(rng, 6.0)
+    burst: list[Arrive] = [_arrival(rng, routers, 1, ingress) for _ in range(rng.choice((4, 12, 24)))]
+    late = _arrival(rng, routers, 1, ingress)
+    return [*(replace(one, at=one.at + first) for one in burst), replace(late, at=late.at + rng.choice((15.0, 40.0)))]
 
 
 def _time(rng: Random, end: float) -> float:

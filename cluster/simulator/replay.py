@@ -15,8 +15,8 @@ from typing import Any
 
 from msgspec import DecodeError, json
 
-from cluster.simulator.fleet import CONFIG, CONTEXT
 from cluster.simulator.history import Arrive, Cut, Drain, EngineDies, Event, History, Kill, Partition, Stop
+from cluster.simulator.lives import CONFIG, CONTEXT
 from cluster.simulator.world import LINKED
 from cluster.wire.link import CLOSED, DAMAGED, DRAINED, ENGINE_DEAD, LOST, SLOW_CONSUMER, STALLED
 from engine.errors import ConfigError

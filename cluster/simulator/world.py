@@ -16,7 +16,7 @@ from cluster.openai.served_model import ServedModel
 from cluster.simulator import checks
 from cluster.simulator.answers import GONE, WHOLE, Answer, Scene
 from cluster.simulator.clients import HttpClient, ServeProxy, ask_dispatcher
-from cluster.simulator.fleet import Fleet, RouterLife
+from cluster.simulator.fleet import Fleet
 from cluster.simulator.history import (
     Arrive,
     Cut,
@@ -26,10 +26,12 @@ from cluster.simulator.history import (
     History,
     Kill,
     Leap,
+    LetGo,
     Partition,
     Slow,
     Stop,
 )
+from cluster.simulator.lives import RouterLife
 from cluster.simulator.process import SimulatedLoop, SimulatedProcess, StuckError
 
 LINKED = 0.2  # seconds in which the first links are made, before the first event
@@ -61,15 +63,11 @@ class World(Scene):
 
     async def run(self) -> None:
         """Let it happen."""
-        fleet, history = self.fleet, self.history
-        for number in range(history.replicas):
-            fleet.start_replica(f"replica-{number}", 2 if number >= history.replicas - history.updated else 1)
-        for number in range(history.routers):
-            fleet.start_router(f"router-{number}")
+        self.fleet.begin()
         self._start_holder()
         await asyncio.sleep(LINKED)
         began = self.loop.now
-        for event in history.events:
+        for event in self.history.events:
             await asyncio.sleep(max(0.0, began + event.at - self.loop.now))
             self._apply(event)
             checks.after_event(self)
@@ -110,17 +108,27 @@ class World(Scene):
                 self._arrive(event)
             case Kill():
                 self._kill(event)
-            case EngineDies(process=slot):
-                self.fleet.engine_dies(self.fleet.replicas[slot], event.back)
+            case EngineDies() | Drain():
+                self._end_replica(event)
+            case LetGo(process=slot):
+                if slot in self.fleet.routers:
+                    self.fleet.let_go(self.fleet.routers[slot], event.protocol)
             case Stop(process=slot):
                 self._stop(self.fleet.process(slot), event)
             case Leap(process=slot):
                 self._leap(self.fleet.process(slot), event)
-            case Drain(process=slot):
-                version = 1 if self.history.real_engine else event.version
-                self.fleet.drain(self.fleet.replicas[slot], event.back, version)
             case _:
                 self._disturb(event)
+
+    def _end_replica(self, event: EngineDies | Drain) -> None:
+        life = self.fleet.replicas.get(event.process)
+        if life is None:  # the autoscaler wants none there
+            return
+        if isinstance(event, EngineDies):
+            self.fleet.engine_dies(life, event.back)
+        else:
+            version = 1 if self.history.real_engine else event.version
+            self.fleet.drain(life, event.back, version, event.protocol)
 
     def _disturb(self, event: Cut | Partition | Slow) -> None:
         """Do something to the way between a router and a replica."""

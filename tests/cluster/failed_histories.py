@@ -5,7 +5,7 @@ Where the name of one has a second part, it says what holds since.
 
 from __future__ import annotations
 
-from cluster.simulator.history import Arrive, Cut, Drain, EngineDies, History, Kill, Partition, Stop
+from cluster.simulator.history import Arrive, Cut, Drain, EngineDies, History, Kill, LetGo, Partition, Stop
 
 FAILED: dict[str, History] = {
     "a request came while the last replica left and others were expected back: 500, a division by zero": History(
@@ -102,5 +102,18 @@ FAILED: dict[str, History] = {
                 Drain(at=0.7307, process="replica-0", back=1.0, version=1),
             ),
         )
+    ),
+    "a router let go of answers, and charged for what its successor gave; now it leaves that to the other": History(
+        seed=1507,
+        routers=2,
+        replicas=4,
+        ingress=True,
+        seats=3,
+        events=(
+            Arrive(at=0.1411, seed=578464791, prompt=2, tokens=1),
+            Arrive(at=0.3595, seed=281565317, prompt=2, tokens=12, router=1),
+            Stop(at=0.5769, process="replica-2", seconds=4.0),
+            LetGo(at=1.9867, process="router-1"),
+        ),
     ),
 }

@@ -7,6 +7,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -14,8 +15,13 @@ import pytest
 
 from cluster.admission.admission_queue import AdmissionQueue
 from cluster.admission.deadline import DeadlineTimers
+from cluster.admission.keys import KeyRing, Quota, Tenant
+from cluster.admission.quotas import Quotas
 from cluster.answer_log import AnswerLog
+from cluster.config import ServedModelConfig
+from cluster.errors import ApiError
 from cluster.ingress.attempt import Attempt
+from cluster.lifecycle.autoscaling_policy import Scaler
 from cluster.replica.sessions import RouterSessions
 from cluster.router.placement import Placement
 from cluster.router.quarantine import Blame
@@ -144,6 +150,41 @@ def believes_that_a_broken_connection_is_a_death(monkeypatch: pytest.MonkeyPatch
     )
 
 
+def lets_more_in_than_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the limits are, a request more is let in."""
+    enter = Quotas.enter
+
+    async def generous(quotas: Quotas, tenant: Tenant, continues: bool = False) -> None:
+        try:
+            await enter(quotas, tenant, continues)
+        except ApiError:
+            quotas._note(f"requests/{tenant.name}", 1)
+            quotas._running[tenant.name] = quotas.running(tenant) + 1
+
+    monkeypatch.setattr(Quotas, "enter", generous)
+
+
+def refuses_who_has_no_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    keyed = KeyRing.tenant_of
+    monkeypatch.setattr(KeyRing, "tenant_of", lambda ring, key: replace(keyed(ring, key), quota=Quota(1)))
+
+
+def counts_no_output_for_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nothing(quotas: Quotas, tenant: Tenant, tokens: int) -> None:
+        """Bill it, and let the next request in all the same."""
+
+    monkeypatch.setattr(Quotas, "use_output", nothing)
+
+
+def keeps_replicas_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scaler, "_chosen", lambda _, target: target)
+
+
+def waits_for_no_first_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who comes while the autoscaler has let all replicas go is refused, as where replicas are always there."""
+    monkeypatch.setattr(ServedModelConfig, "scales_to_zero", False)
+
+
 def counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     note = ReplicaHandle.read
 
@@ -159,6 +200,9 @@ MUTANTS_OF_THE_INGRESS: list[Callable[[pytest.MonkeyPatch], None]] = [
     loses_a_note,
     lets_nobody_in,
     charges_what_another_router_charges,
+    lets_more_in_than_the_quota,
+    refuses_who_has_no_quota,
+    counts_no_output_for_the_quota,
 ]
 MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     *MUTANTS_OF_THE_INGRESS,
@@ -168,6 +212,8 @@ MUTANTS: list[Callable[[pytest.MonkeyPatch], None]] = [
     mixes_models,
     looks_again_late,
     keeps_no_deadline,
+    keeps_replicas_for_nobody,
+    waits_for_no_first_replica,
     believes_that_a_broken_connection_is_a_death,
     counts_twice,
 ]

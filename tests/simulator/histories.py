@@ -8,8 +8,8 @@ from tempfile import TemporaryDirectory
 
 from cluster.openai.served_model import ServedModel
 from cluster.simulator import world
-from cluster.simulator.fleet import CONTEXT
 from cluster.simulator.history import History
+from cluster.simulator.lives import CONTEXT
 from cluster.simulator.world import Outcome
 from tests.openai_app import served_model
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from cluster.answer_log import KEEPS
+from cluster.answer_log import ANSWER_LOG, KEEPS, AnswerLog
 from cluster.ingress.let_go import LetGo
 from tests.cluster.cluster_lab import until
 from tests.cluster.ingress.router_lab import RouterLab
@@ -48,7 +48,8 @@ async def test_what_nobody_can_go_on_with_is_made_to_its_end():
 
     router = LetGo(app)
     unkept = asyncio.create_task(router({"type": "http"}, None, send))
-    kept = asyncio.create_task(router({"type": "http", KEEPS: True}, None, send))
+    scope = {"type": "http", KEEPS: True, "state": {ANSWER_LOG: AnswerLog()}}
+    kept = asyncio.create_task(router(scope, None, send))
     await asyncio.sleep(0)
     router.let_go()
     await asyncio.wait_for(kept, 5)

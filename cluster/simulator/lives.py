@@ -1,0 +1,267 @@
+"""Lives of replicas and routers: the product's own objects, each in a simulated process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+from typing import Any
+
+import numpy as np
+from starlette import routing
+from starlette.types import ASGIApp
+
+from cluster.admission.admission_queue import AdmissionQueue
+from cluster.admission.keys import FixedKeys, KeyEntry, KeyRing, Tenant, hash_key
+from cluster.admission.quotas import Quotas
+from cluster.admission.tenants import Tenancy
+from cluster.config import ClusterConfig
+from cluster.http import app
+from cluster.http.ui import ui_route
+from cluster.ingress.let_go import LetGo
+from cluster.ingress.router_side import IngressCheck
+from cluster.openai.served_model import ServedModel
+from cluster.replica.core import ReplicaCore
+from cluster.replica.engine_thread import EngineListener
+from cluster.replica.sessions import ReplicaFacts
+from cluster.router.directory import Connect, ReplicaDirectory
+from cluster.router.dispatcher import Dispatcher
+from cluster.router.incidents import IncidentLog, RecordedSource
+from cluster.router.live_model import admission_queue, dispatcher_config
+from cluster.router.models import ModelFront, Models
+from cluster.simulator.engine import FIRST_TOKEN, ModelledExecutor, SimulatedEngine, StepTimes, simulated_tokens
+from cluster.simulator.history import FREE, LIMITED, History
+from cluster.simulator.process import SimulatedProcess
+from cluster.simulator.stub_core import BASE, PER_SEQUENCE, StubCore, hashed_token
+from cluster.telemetry.metrics import Metrics, ReplicaSetStats
+from cluster.token_source import TokenSource
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.report import StepReport
+from engine.request import Request
+
+MODEL = "demo"
+VOCAB, CONTEXT, BLOCK, BLOCKS, CHUNK = 400, 4096, 16, 512, 16
+
+
+@cache
+def config_of(seats: int, replicas: int = 1, scaling: tuple[int, int] | None = None) -> ClusterConfig:
+    """Return the default settings for so many replicas, which run so many sequences at once.
+
+    scaling: the least and most replicas of an autoscaled deployment, which is quick to let replicas go.
+    """
+    given: dict[str, Any] = {"max_num_seqs": seats, "replicas": replicas}
+    if scaling is not None:
+        given |= {"min_replicas": scaling[0], "max_replicas": scaling[1]}
+        given |= {"upscale_delay_s": 2.0, "downscale_delay_s": 4.0}
+    return ClusterConfig(model=MODEL, **given)
+
+
+CONFIG = config_of(256)
+
+
+class CheckedCore(EngineCore):
+    """An engine that checks itself after every step."""
+
+    def step(self) -> StepReport:
+        """Run a step."""
+        report = super().step()
+        self.check_integrity()
+        return report
+
+
+def token_at(history: History, version: int, seed: int, choice: int, position: int) -> int:
+    """Return the token that a model version draws."""
+    if history.real_engine:
+        mixed = np.array([seed + 7919 * choice]), np.array([position])
+        return int(simulated_tokens(*mixed, VOCAB - FIRST_TOKEN)[0])
+    return hashed_token(version, seed, choice, position, VOCAB)
+
+
+class ReplicaLife:
+    """One life of a replica. over: its process has ended, and Serve knows it. drains: it is to go.
+
+    version: of the model that it runs. protocol: that its links speak. begins: told of requests that it begins.
+    """
+
+    def __init__(
+        self,
+        slot: str,
+        name: str,
+        process: SimulatedProcess,
+        history: History,
+        version: int,
+        protocol: int,
+        incarnation: int,
+        begins: Callable[[ReplicaLife, list[Request]], None],
+    ) -> None:
+        self.slot = slot
+        self.version = version
+        self.protocol = protocol
+        self.name = name
+        self.process = process
+        self.over = asyncio.Event()
+        self.drains = False
+        self._history = history
+        self._incarnation = incarnation
+        self._begins = begins
+        self.core: ReplicaCore = self.process.call(self._made)
+
+    def _made(self) -> ReplicaCore:
+        history, clock = self._history, asyncio.get_running_loop().time
+        core: Any
+        if history.real_engine:
+            config = EngineConfig("simulated", max_model_len=CONTEXT, max_num_seqs=history.seats, block_size=BLOCK)
+            times = StepTimes(BASE, BASE / CHUNK, PER_SEQUENCE, 0.0)
+            executor = ModelledExecutor(times, VOCAB)
+            core = CheckedCore(config, executor, (0,), VOCAB, BLOCKS, clock)
+
+            def last_step() -> float:
+                return executor.last_step
+
+        else:
+            core = StubCore(clock, VOCAB, history.seats, CHUNK, self.version, BLOCKS)
+
+            def last_step() -> float:
+                return core.last_step
+
+        fingerprint = f"model-{self.version}"
+        facts = ReplicaFacts(self.name, "simulated", CONTEXT, VOCAB, BLOCK, BLOCKS - 1, fingerprint=fingerprint)
+
+        def engine(core: EngineCore, loop: asyncio.AbstractEventLoop, listener: EngineListener) -> SimulatedEngine:
+            return _MortalEngine(core, loop, listener, last_step, lambda begun: self._begins(self, begun))
+
+        return ReplicaCore(core, facts, None, incarnation=self._incarnation, engine=engine, clock=clock)
+
+
+class _MortalEngine(SimulatedEngine):
+    """Says to `begins` what each step is the first for."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        loop: asyncio.AbstractEventLoop,
+        listener: EngineListener,
+        step_seconds: Callable[[], float],
+        begins: Callable[[list[Request]], None],
+    ) -> None:
+        self._begins = begins
+        super().__init__(core, loop, listener, step_seconds)
+
+    def _begin(self, requests: list[Request]) -> None:
+        super()._begin(requests)
+        self._begins(requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What all routers of a history serve. model: over HTTP; None = they are asked without.
+
+    record: folder where they record their incidents; None = nowhere.
+    """
+
+    history: History
+    config: ClusterConfig
+    model: ServedModel | None
+    record: str | None
+
+
+class RouterLife:
+    """One life of a router. asked: how often Serve sent something to it. leaves: it is to go. killed: it was.
+
+    protocol: that its links speak. exchanges: of HTTP that are open. incidents: what it records, if it does.
+    leases: its handle of the replica deployment, as far as `ReplicaDirectory` uses one.
+    """
+
+    def __init__(
+        self,
+        slot: str,
+        name: str,
+        process: SimulatedProcess,
+        served: Served,
+        protocol: int,
+        seed: int,
+        leases: Callable[[RouterLife], Any],
+        connect: Callable[[RouterLife], Connect],
+    ) -> None:
+        self.slot = slot
+        self.name = name
+        self.process = process
+        self.protocol = protocol
+        self.asked = 0
+        self.exchanges = 0
+        self.leaves = False
+        self.killed = False
+        self.over = asyncio.Event()
+        self.incidents: IncidentLog | None = None
+        self.admission: AdmissionQueue | None = None
+        self.tenancy: Tenancy
+        self.letting_go: LetGo
+        self.app: ASGIApp
+        self._served = served
+        self.process.call(self._make, seed, leases(self), connect(self))
+
+    def _make(self, seed: int, leases: Any, connect: Connect) -> None:
+        served, clock = self._served, asyncio.get_running_loop().time
+        self.dispatcher = Dispatcher(dispatcher_config(served.config), Random(seed))
+        self.source: TokenSource = self.dispatcher
+        if served.record is not None:
+            self.incidents = IncidentLog(served.record, self.name, clock)
+            connect, self.source = self.incidents.connecting(connect), RecordedSource(self.source, self.incidents)
+        self.directory = ReplicaDirectory(
+            self.name,
+            leases,
+            self.dispatcher,
+            node="node",
+            open_link=connect,
+            on_demand=served.config.max_replicas is not None,
+            rouse=lambda: False,
+        )
+        if served.model is not None:
+            self._serve(served.model, clock)
+
+    def _serve(self, model: ServedModel, clock: Callable[[], float]) -> None:
+        """Make what answers over HTTP."""
+        history, metrics = self._served.history, Metrics(clock)
+        self.tenancy = _tenancy(history)
+        self.admission = admission_queue(self._served.config, self.dispatcher, self.source, lambda: history.routers)
+        front = ModelFront(
+            model,
+            self.admission,
+            metrics.of(model.model_id, ReplicaSetStats),
+            ready=lambda: self.dispatcher.ready,
+            replicas=self.dispatcher.replicas,
+            ask_router=self.dispatcher.explain,
+        )
+        with memoised():
+            inner = app.build_app(
+                Models([front]), metrics, lambda: {"ready": True}, names_answers=False, tenancy=self.tenancy
+            )
+        self.letting_go = LetGo(inner)
+        self.app = IngressCheck(self.letting_go, self._served.config.router_wait)
+
+
+def _tenancy(history: History) -> Tenancy:
+    if history.quota is None:
+        return Tenancy()
+    entries = [KeyEntry(hash_key(FREE), Tenant(FREE)), KeyEntry(hash_key(LIMITED), Tenant(LIMITED, history.quota))]
+    return Tenancy(FixedKeys(KeyRing(entries)), Quotas(time.time))  # the history's
+
+
+_ui_route, _compile_path = cache(ui_route), cache(routing.compile_path)
+
+
+@contextmanager
+def memoised() -> Iterator[None]:
+    """Have the app's page and patterns of paths made once: they are the same in every router."""
+    front: Any = app
+    before = front.ui_route, routing.compile_path
+    front.ui_route, routing.compile_path = _ui_route, _compile_path
+    try:
+        yield
+    finally:
+        front.ui_route, routing.compile_path = before
