@@ -10,7 +10,7 @@ from itertools import chain
 from cluster.admission.keys import OPEN, Tenant
 from cluster.admission.quotas import MINUTE
 from cluster.simulator.answers import GONE, LEFT, WHOLE, Answer, Scene
-from cluster.simulator.fleet import ABSENT, SPEECH
+from cluster.simulator.fleet import ABSENT, EVER, SPEECH
 from cluster.simulator.history import FREE, LIMITED, Arrive, Leap
 from cluster.simulator.lives import ReplicaLife, RouterLife
 from cluster.simulator.network import LATENCY
@@ -232,13 +232,16 @@ def _wrong(world: Scene, answer: Answer) -> list[str]:
 def _untimely(world: Scene, answer: Answer, end: str) -> str:
     """Return what is wrong with when an answer ended whose client gave it a time; "" for nothing.
 
-    Routers keep it by their clocks, and cannot while they stand still; a slow client holds its own answer up.
+    Routers keep it by their clocks, and cannot while they stand still; a slow client holds its own answer up. Who
+    would not come out of a line in time hears so at once.
     """
     timeout, took = answer.asked.timeout, answer.ended - answer.began
     if timeout is None:
         return ""
     leapt = any(isinstance(event, Leap) for event in world.history.events)
-    if end == DEADLINE_EXCEEDED and took < 0.9 * timeout - LATENCY and not leapt:
+    others = [one for one in world.answers if one.began <= answer.began and answer.began <= (one.ended or EVER)]
+    in_line = not answer.tokens and len(others) > world.history.seats
+    if end == DEADLINE_EXCEEDED and took < 0.9 * timeout - LATENCY and not (leapt or in_line):
         return f"its deadline of {timeout} s ended it after {took:g} s"
     if took > timeout + AT_ONCE and not (leapt or world.fleet.router_losses or answer.asked.pace):
         return f"it took {took:g} s, and had {timeout} s"
