@@ -77,9 +77,8 @@ class NativeAttention(PagedAttention):
     @override
     def prepare(self, step: StepTensors) -> _Metadata:
         tiles = cut(step.layout, self._tile)
-        longest = int(step.layout.seq_lens.max(initial=0)) + self.spec.block_size
         rows = int(tiles[:, 2].max(initial=0)) * self._group
-        room = -(-rows * (self.spec.head_dim + 1 + longest) // LANES) * LANES
+        room = -(-self._library.room_of(rows) // LANES) * LANES
         if len(self._scratch) < self._threads * room:
             self._scratch = torch.empty(self._threads * room)
         pointers = (step.query_start_loc, step.seq_lens, step.block_tables, step.slot_mapping, self._scratch)

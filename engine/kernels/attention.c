@@ -2,8 +2,12 @@
  *
  * Compiled when a model is loaded, for this machine and for the model's HEAD_DIM, BLOCK (tokens per cache block, a
  * multiple of 16) and dtype (BF16: 1 or 0), and LATENT, the first features of a key that are its value (MLA), 0 where
- * values are apart. Everything is summed in fp32, in an order that depends on nothing but a
- * query's own position: its result has the same bits in any company, chunk of a prompt, tile or thread.
+ * values are apart.
+ *
+ * Keys are taken in pieces of PIECE tokens, counted from the first token of the sequence. Each piece has a softmax of
+ * its own, and the pieces are put together in their order, as in FlashAttention (arXiv:2205.14135). Everything is summed
+ * in fp32, in an order that depends on nothing but a query's own position: its result has the same bits in any company,
+ * chunk of a prompt, tile or thread, also where the pieces of one query are different threads' (arXiv:2311.01282).
  *
  * A cache block holds, for each KV head, keys as [HEAD_DIM][BLOCK], so that one vector is one feature of 16 tokens,
  * or values as [BLOCK][HEAD_DIM]. With LATENT there is one KV head and there are no values.
@@ -16,9 +20,13 @@
 
 #define HEAD_BLOCK ((long)BLOCK * HEAD_DIM)
 #define VALUE_DIM (LATENT ? LATENT : HEAD_DIM)
+#define PIECE ((512 + BLOCK - 1) / BLOCK * BLOCK) /* keys: scores of a tile with them stay in the cache */
+#define MAX_ROWS 6 /* rows that are summed at a time */
 #define PARTS 2 /* sums over the features that run side by side, to hide the latency of an addition */
-#define SLICE (HEAD_DIM % 64 ? HEAD_DIM % 32 ? 1 : 2 : 4) /* vectors of an output row that are summed at a time */
-#define MAX_ROWS 6 /* rows whose sums fit the registers */
+/* Vectors of an output row that are summed at a time: all sums in registers, and a cache line at least. */
+#define SLICES(rows) ((rows) * 4 < REGISTERS - 4 ? 4 : (rows) * 2 < REGISTERS - 2 ? 2 : 1)
+#define FITS(slices) (HEAD_DIM % ((slices) * LANES) == 0)
+#define SLICE(rows) (FITS(SLICES(rows)) ? SLICES(rows) : SLICES(rows) >= 2 && FITS(2) ? 2 : 1)
 #define AHEAD 2 /* blocks that are fetched before they are needed: pages lie anywhere, so no hardware foresees them */
 
 /* Queries [offset, offset + count) of a sequence's part in this step; `sequence` is its row in the tables. */
@@ -65,7 +73,10 @@ INLINE void score_rows(const int rows, const float *query, const elem *keys, con
                 fetch(next, (d + part) * BLOCK + at);
                 for (int r = 0; r < rows; r++) sum[r][part] += query[r * HEAD_DIM + d + part] * key;
             }
-        for (int r = 0; r < rows; r++) put_float(scores + r * stride + at, sum[r][0] + sum[r][1]);
+        for (int r = 0; r < rows; r++) {
+            for (int part = 1; part < PARTS; part++) sum[r][0] += sum[r][part];
+            put_float(scores + r * stride + at, sum[r][0]);
+        }
     }
 }
 
@@ -73,7 +84,8 @@ INLINE void score_rows(const int rows, const float *query, const elem *keys, con
 #define FEATURES 4 /* of all rows, that are summed at a time */
 
 INLINE vec from_to(vec x, int first, int last) {
-    const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    ivec lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
     return choose((lane >= first) & (lane < last), x, splat(0));
 }
 
@@ -113,33 +125,43 @@ INLINE void mix_rows(const int rows, const float *weights, long stride, const el
 /* out [rows][HEAD_DIM] = weights [rows][stride] times the values of all tokens in the span */
 INLINE void mix_rows(const int rows, const float *weights, long stride, const elem *values, long heads, Span span,
                      float *out) {
-    for (int d = 0; d < HEAD_DIM; d += SLICE * LANES) {
-        vec sum[MAX_ROWS][SLICE];
+    const int slice = SLICE(rows);
+    for (int d = 0; d < HEAD_DIM; d += slice * LANES) {
+        vec sum[MAX_ROWS][4];
         for (int r = 0; r < rows; r++)
-            for (int s = 0; s < SLICE; s++) sum[r][s] = (vec){0};
+            for (int s = 0; s < slice; s++) sum[r][s] = (vec){0};
         for (int b = 0; b < span.count; b++) {
             const elem *block = values + span.blocks[b] * heads * HEAD_BLOCK + d;
             const elem *next = values + span.blocks[b + AHEAD < span.count ? b + AHEAD : b] * heads * HEAD_BLOCK + d;
             const float *weight = weights + b * BLOCK;
             const int before = (span.first + b) * BLOCK, last = smaller(span.end - before, BLOCK);
             for (int t = larger(span.begin - before, 0); t < last; t++)
-                for (int s = 0; s < SLICE; s++) {
+                for (int s = 0; s < slice; s++) {
                     vec value = load(block + t * HEAD_DIM + s * LANES);
                     fetch(next, t * HEAD_DIM + s * LANES);
                     for (int r = 0; r < rows; r++) sum[r][s] += weight[r * stride + t] * value;
                 }
         }
         for (int r = 0; r < rows; r++)
-            for (int s = 0; s < SLICE; s++) put_float(out + r * HEAD_DIM + d + s * LANES, sum[r][s]);
+            for (int s = 0; s < slice; s++) put_float(out + r * HEAD_DIM + d + s * LANES, sum[r][s]);
     }
 }
 #endif
 
-/* Turn scores [width] of the keys [low, high) into weights that are not normed yet; return their sum with that of
- * `sink`, a score of no key, -INFINITY where there is none. */
-static float soften(float *scores, int low, int high, int width, float softcap, float sink) {
+/* What is known of a query after some of its keys: the largest score, -INFINITY where there is none, and the sum of the
+ * weights, which are exp(score - most). */
+typedef struct {
+    float most, sum;
+} Mass;
+
+/* Turn scores [width] of the keys [low, high) into weights that are not normed yet, 0 of all other keys. */
+static Mass soften(float *scores, int low, int high, int width, float softcap) {
     vec most = splat(-INFINITY), total = splat(0);
-    float top = sink, sum = 0;
+    Mass mass = {-INFINITY, 0};
+    if (low >= high) {
+        memset(scores, 0, width * sizeof(float));
+        return mass;
+    }
     if (softcap > 0)
         for (int i = 0; i < width; i += LANES)
             put_float(scores + i, softcap * hyperbolic_tangent(get_float(scores + i) / softcap));
@@ -149,14 +171,14 @@ static float soften(float *scores, int low, int high, int width, float softcap, 
         vec score = get_float(scores + i);
         most = choose(score > most, score, most);
     }
-    for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
+    for (int i = 0; i < LANES; i++) mass.most = most[i] > mass.most ? most[i] : mass.most;
     for (int i = 0; i < width; i += LANES) {
-        vec weight = exponential(get_float(scores + i) - top);
+        vec weight = exponential(get_float(scores + i) - mass.most);
         put_float(scores + i, weight);
         total += weight;
     }
-    for (int i = 0; i < LANES; i++) sum += total[i];
-    return sink == -INFINITY ? sum : sum + exponential(splat(sink - top))[0];
+    for (int i = 0; i < LANES; i++) mass.sum += total[i];
+    return mass;
 }
 
 /* What the query at `position` of the span's sequence sees of it. */
@@ -171,11 +193,21 @@ INLINE Span span_of(const Step *step, Tile tile, int window) {
     const int computed = step->lens[tile.sequence] - (step->starts[tile.sequence + 1] - step->starts[tile.sequence]);
     Span span = seen_from(computed + tile.offset, window, (Span){0});
     span.end += tile.count - 1;
+    return span;
+}
+
+/* The part of a span, with its blocks, that lies in piece `number` of the sequence's keys. */
+INLINE Span piece_of(const Step *step, Tile tile, Span span, int number) {
+    span.begin = larger(span.begin, number * PIECE);
+    span.end = smaller(span.end, (number + 1) * PIECE);
     span.first = span.begin / BLOCK;
     span.count = (span.end + BLOCK - 1) / BLOCK - span.first;
     span.blocks = step->tables + tile.sequence * step->table_width + span.first;
     return span;
 }
+
+INLINE int first_piece(Span span) { return span.begin / PIECE; }
+INLINE int pieces_of(Span span) { return (span.end + PIECE - 1) / PIECE - first_piece(span); }
 
 /* scores [rows][span.count * BLOCK] of queries [rows][HEAD_DIM] with all keys of the span, whose values come next */
 static void score_tile(const float *queries, long rows, const elem *keys, const elem *values, long heads, Span span,
@@ -202,9 +234,10 @@ static int is_finite(const float *numbers, long count) {
 }
 
 /* out [rows][VALUE_DIM] = weights [rows][span.count * BLOCK] times the values. Rows share a pass over all that one of
- * them sees, at a weight of 0 where another does not: where that meets a NaN or an infinity, the row goes alone. */
-static void mix_tile(const float *weights, long rows, long group, const elem *values, long heads, Span span, int window,
-                     float *out) {
+ * them sees, at a weight of 0 where another does not: where that meets a NaN or an infinity, the row goes alone.
+ * last: the position of the tile's last query. */
+static void mix_tile(const float *weights, long rows, long group, const elem *values, long heads, Span span, int last,
+                     int window, float *out) {
     const long width = (long)span.count * BLOCK, queries = rows / group;
     int size;
     for (long r = 0; r < rows; r += size)
@@ -213,41 +246,106 @@ static void mix_tile(const float *weights, long rows, long group, const elem *va
     if (is_finite(out, rows * VALUE_DIM)) return;
     for (long r = 0; r < rows; r++)
         if (!is_finite(out + r * VALUE_DIM, VALUE_DIM)) {
-            const Span own = seen_from(span.end - queries + r / group, window, span);
+            Span own = seen_from(last - queries + 1 + r / group, window, span);
+            own.begin = larger(own.begin, span.begin);
+            own.end = smaller(own.end, span.end);
             mix_rows(1, weights + r * width, width, values, heads, own, out + r * VALUE_DIM);
         }
 }
 
-/* One tile with one KV head; room: queries and results [rows][HEAD_DIM], sums [rows], scores [rows][keys]. */
-static void attend_tile(const Step *step, Tile tile, int head, const elem *query, long query_stride, elem *out,
-                        const elem *keys, const elem *values, int window, const float *sinks, float *room) {
-    const long heads = LATENT ? 1 : step->kv_heads, group = step->group, rows = tile.count * group;
-    const Span span = span_of(step, tile, window);
-    const long width = (long)span.count * BLOCK, token = step->starts[tile.sequence] + tile.offset;
-    float *scaled = room, *sums = room + rows * HEAD_DIM, *scores = sums + rows;
+/* What a tile takes of memory: queries [rows][HEAD_DIM], scores [rows][PIECE], and the results of a piece and of all
+ * pieces so far, [rows][VALUE_DIM] with masses [rows]. `room_of` says how much it is. */
+typedef struct {
+    float *queries, *scores, *mixed, *out;
+    Mass *masses, *out_masses;
+} Room;
 
-    if (!LATENT) {
-        keys += head * HEAD_BLOCK;
-        values += head * HEAD_BLOCK;
-    }
-    for (long r = 0; r < rows; r++)
-        for (int d = 0; d < HEAD_DIM; d += LANES) {
-            const elem *from = query + (token + r / group) * query_stride + (head * group + r % group) * HEAD_DIM + d;
-            put_float(scaled + r * HEAD_DIM + d, load(from) * step->scale);
-        }
-    score_tile(scaled, rows, keys, values, heads, span, scores);
+INLINE Room room_at(float *memory, long rows) {
+    Room room = {memory};
+    room.scores = room.queries + rows * HEAD_DIM;
+    room.mixed = room.scores + rows * PIECE;
+    room.out = room.mixed + rows * VALUE_DIM;
+    room.masses = (Mass *)(room.out + rows * VALUE_DIM);
+    room.out_masses = room.masses + rows;
+    return room;
+}
+
+/* Floats that one thread needs for tiles of so many rows. */
+int64_t room_of(int64_t rows) { return rows * (HEAD_DIM + PIECE + 2 * VALUE_DIM + 4); }
+
+/* Floats of the result of one piece for so many rows. */
+int64_t part_of(int64_t rows) { return rows * (VALUE_DIM + 2); }
+
+/* Scale the queries of a tile with one KV head. */
+static void take_queries(const Step *step, Tile tile, int head, const elem *query, long stride, float *queries) {
+    const long group = step->group, rows = tile.count * group, token = step->starts[tile.sequence] + tile.offset;
     for (long r = 0; r < rows; r++) {
-        const Span own = seen_from(span.end - tile.count + r / group, window, span);
-        const int before = span.first * BLOCK;
-        sums[r] = soften(scores + r * width, larger(own.begin - before, 0), own.end - before, width, step->softcap,
-                         sinks ? sinks[head * group + r % group] : -INFINITY);
+        const elem *from = query + (token + r / group) * stride + (head * group + r % group) * HEAD_DIM;
+        for (int d = 0; d < HEAD_DIM; d += LANES) put_float(queries + r * HEAD_DIM + d, load(from + d) * step->scale);
     }
-    mix_tile(scores, rows, group, values, heads, span, window, scaled);
-    for (long r = 0; r < rows; r++)
+}
+
+/* Attend to one piece of the keys: mixed [rows][VALUE_DIM] and masses [rows]. span: the tile's, whole. */
+static void attend_piece(const Step *step, Tile tile, Span span, int number, const float *queries, const elem *keys,
+                         const elem *values, int window, float *scores, float *mixed, Mass *masses) {
+    const long heads = LATENT ? 1 : step->kv_heads, rows = tile.count * step->group;
+    const Span piece = piece_of(step, tile, span, number);
+    const int width = piece.count * BLOCK, before = piece.first * BLOCK, last = span.end - 1;
+    score_tile(queries, rows, keys, values, heads, piece, scores);
+    for (long r = 0; r < rows; r++) {
+        const Span own = seen_from(last - tile.count + 1 + r / step->group, window, piece);
+        const int low = larger(larger(own.begin, piece.begin) - before, 0), high = smaller(own.end - before, width);
+        masses[r] = soften(scores + (long)r * width, low, high, width, step->softcap);
+    }
+    mix_tile(scores, rows, step->group, values, heads, piece, last, window, mixed);
+}
+
+/* Add the result of the next piece to that of all before it. */
+static void add_piece(long rows, const float *mixed, const Mass *masses, float *out, Mass *out_masses) {
+    for (long r = 0; r < rows; r++) {
+        const Mass one = masses[r], all = out_masses[r];
+        if (one.most == -INFINITY && one.sum == 0) continue; /* it sees nothing of this piece */
+        const float most = all.most > one.most ? all.most : one.most;
+        const float kept = all.most == -INFINITY ? 0 : exponential(splat(all.most - most))[0];
+        const float added = exponential(splat(one.most - most))[0];
         for (int d = 0; d < VALUE_DIM; d += LANES) {
-            elem *to = out + (((token + r / group) * step->kv_heads + head) * group + r % group) * VALUE_DIM + d;
-            put(to, get_float(scaled + r * VALUE_DIM + d) / sums[r]);
+            const vec sum = get_float(mixed + r * VALUE_DIM + d) * added;
+            put_float(out + r * VALUE_DIM + d, kept ? sum + get_float(out + r * VALUE_DIM + d) * kept : sum);
         }
+        out_masses[r] = (Mass){most, (kept ? all.sum * kept : 0) + one.sum * added};
+    }
+}
+
+/* Norm what was mixed, with the score of no key beside the others, and write it out. */
+static void put_out(const Step *step, Tile tile, int head, const float *mixed, const Mass *masses, const float *sinks,
+                    elem *out) {
+    const long group = step->group, rows = tile.count * group, token = step->starts[tile.sequence] + tile.offset;
+    for (long r = 0; r < rows; r++) {
+        float sum = masses[r].sum, kept = 1;
+        if (sinks) {
+            const float sink = sinks[head * group + r % group], most = masses[r].most > sink ? masses[r].most : sink;
+            kept = exponential(splat(masses[r].most - most))[0];
+            sum = sum * kept + exponential(splat(sink - most))[0];
+        }
+        elem *to = out + (((token + r / group) * step->kv_heads + head) * group + r % group) * VALUE_DIM;
+        for (int d = 0; d < VALUE_DIM; d += LANES) put(to + d, get_float(mixed + r * VALUE_DIM + d) * kept / sum);
+    }
+}
+
+/* One tile with one KV head, all pieces one after the other. */
+static void attend_tile(const Step *step, Tile tile, int head, const elem *query, long query_stride, elem *out,
+                        const elem *keys, const elem *values, int window, const float *sinks, float *memory) {
+    const long rows = tile.count * step->group;
+    const Span span = span_of(step, tile, window);
+    const Room room = room_at(memory, rows);
+    take_queries(step, tile, head, query, query_stride, room.queries);
+    for (long r = 0; r < rows; r++) room.out_masses[r] = (Mass){-INFINITY, 0};
+    for (int p = 0; p < pieces_of(span); p++) {
+        attend_piece(step, tile, span, first_piece(span) + p, room.queries, keys, values, window, room.scores, room.mixed,
+                     room.masses);
+        add_piece(rows, room.mixed, room.masses, room.out, room.out_masses);
+    }
+    put_out(step, tile, head, room.out, room.out_masses, sinks, out);
 }
 
 /* Write the key and the value of one token, [heads][HEAD_DIM] each, to its slot. */
@@ -275,8 +373,10 @@ void attend(const Step *step, const elem *query, int64_t query_stride, const ele
             store_token(step, step->slots[token], key + token * key_stride, value + token * value_stride, keys, values);
 #pragma omp for schedule(dynamic) collapse(2)
         for (long tile = 0; tile < step->num_tiles; tile++)
-            for (int head = 0; head < step->kv_heads; head++)
-                attend_tile(step, step->tiles[tile], head, query, query_stride, out, keys, values, window, sinks,
-                            room);
+            for (int head = 0; head < step->kv_heads; head++) {
+                const long skip = LATENT ? 0 : head * HEAD_BLOCK;
+                attend_tile(step, step->tiles[tile], head, query, query_stride, out, keys + skip, values + skip, window,
+                            sinks, room);
+            }
     }
 }

@@ -10,9 +10,9 @@
 
 #define FEW (2 * MAX_ROWS) /* rows up to which widening again in each pass costs less than a strip does */
 
-typedef int8_t bytes __attribute__((vector_size(16), aligned(1), may_alias));
+typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-/* 16 x DEPTH weights as elem. */
+/* LANES x DEPTH weights as elem. */
 #if BF16 && SUPPORTED
 INLINE void widen(const int8_t *from, elem *to) {
     __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from engine.errors import ConfigError
 from engine.kernels.base import TorchKernels
 from engine.kernels.recurrent import StateRows
 from parallel.linear import LinearMethod
@@ -32,9 +33,29 @@ from parallel.linear import LinearMethod
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
+FLAGS = ("-O3", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
+# What kernels may use of the CPU: all that it has, or less, to see what others' CPUs do. By gcc's names of machines.
+ISA_VARIABLE = "SQUADRON_CPU_ISA"
+ISAS = {
+    "native": "native",
+    "avx2": "x86-64-v3",
+    "avx512": "x86-64-v4",
+    "avx512_bf16": "cooperlake",
+    "amx": "sapphirerapids",
+}
 COMPILERS = ("gcc", "cc", "clang")  # gcc first: it asks for the OpenMP runtime that torch brings along
 TIMEOUT = 60.0  # seconds; one is usual
+
+
+def machine_flag() -> str:
+    """Return the compiler's flag for what `SQUADRON_CPU_ISA` says. Raises `ConfigError`.
+
+    It concerns our own kernels. `ONEDNN_MAX_CPU_ISA` and `ATEN_CPU_CAPABILITY` say the same to oneDNN and torch.
+    """
+    isa = os.environ.get(ISA_VARIABLE, "native")
+    if isa not in ISAS:
+        raise ConfigError(f"{ISA_VARIABLE}={isa} is not known; use one of {', '.join(ISAS)}", ISA_VARIABLE)
+    return f"-march={ISAS[isa]}"
 
 
 def load_library(macros: Mapping[str, int]) -> ctypes.CDLL | None:
@@ -81,7 +102,18 @@ def _build(compiler: str, macros: Mapping[str, int], library: Path) -> ctypes.CD
     os.close(handle)
     try:
         defines = [f"-D{name}={value}" for name, value in macros.items()]
-        _run([compiler, *FLAGS, *defines, *map(str, sorted(SOURCES.glob("*.c"))), "-o", unfinished, "-lm"])
+        _run(
+            [
+                compiler,
+                *FLAGS,
+                machine_flag(),
+                *defines,
+                *map(str, sorted(SOURCES.glob("*.c"))),
+                "-o",
+                unfinished,
+                "-lm",
+            ]
+        )
         with open(unfinished, "rb") as written:
             os.fsync(written.fileno())
         Path(unfinished).chmod(stat.S_IRWXU)
@@ -121,7 +153,7 @@ def _fingerprint(compiler: str, macros: Mapping[str, int]) -> str:
     for source in sorted([*SOURCES.glob("*.c"), *SOURCES.glob("*.h")]):
         found.update(source.read_bytes())
     modified = Path(compiler).stat().st_mtime_ns
-    found.update(repr((FLAGS, sorted(macros.items()), compiler, modified, _processor())).encode())
+    found.update(repr((FLAGS, machine_flag(), sorted(macros.items()), compiler, modified, _processor())).encode())
     return found.hexdigest()
 
 
@@ -268,6 +300,7 @@ def native_library(head_dim: int, dtype: torch.dtype, block_size: int = LANES, l
             *(c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64),
             *(c_void_p, c_void_p, c_void_p, c_int, c_void_p),
         )
+        library.room_of.argtypes = (c_int64,)
         library.pack.argtypes = (c_void_p,) * 2 + (c_int64,) * 2
         library.multiply.argtypes = (c_void_p, c_int64, *(c_void_p,) * 3, *(c_int64,) * 4)
         library.pack8.argtypes = (c_void_p,) * 2 + (c_int64,) * 2
@@ -277,6 +310,7 @@ def native_library(head_dim: int, dtype: torch.dtype, block_size: int = LANES, l
         library.outer_product_state.argtypes = (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 7, *(c_int64,) * 7)
         for name in NAMES:
             getattr(library, name).restype = None
+        library.room_of.restype = c_int64
     return library
 
 

@@ -4,8 +4,8 @@
 
 #include "vectors.h"
 
-#define VECS 4 /* vectors of outputs that are summed at a time */
-#define WIDE (VECS * LANES)
+#define WIDE 64 /* outputs of a panel, which are summed at a time */
+#define VECS (WIDE / LANES)
 #define MAX_ROWS 6    /* rows that are: MAX_ROWS x VECS sums fill the registers */
 #define BAND 256      /* most rows that share a panel while it is in the cache */
 #define STRIP_BYTES (256 << 10) /* of a panel that stay there */

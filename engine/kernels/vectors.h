@@ -1,16 +1,31 @@
-/* Vectors of 16 floats in the compiler's own notation, which it maps to what the machine has (AVX-512, AVX2, NEON). */
+/* Vectors of floats in the compiler's own notation, as long as a register of the machine: longer ones it would keep in
+ * memory. REGISTERS: how many there are. */
 
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__AVX512F__)
 #define LANES 16
+#define REGISTERS 32
+#elif defined(__AVX__)
+#define LANES 8
+#define REGISTERS 16
+#else /* NEON, SSE */
+#define LANES 4
+#if defined(__aarch64__)
+#define REGISTERS 32
+#else
+#define REGISTERS 16
+#endif
+#endif
+#define BYTES (4 * LANES)
 #define INLINE static inline __attribute__((always_inline))
 
-typedef float vec __attribute__((vector_size(64)));
-typedef int32_t ivec __attribute__((vector_size(64)));
-typedef uint32_t uvec __attribute__((vector_size(64)));
-typedef float loose_vec __attribute__((vector_size(64), aligned(4), may_alias)); /* in memory: any address */
-typedef uint16_t half_vec __attribute__((vector_size(32), aligned(2), may_alias));
+typedef float vec __attribute__((vector_size(BYTES)));
+typedef int32_t ivec __attribute__((vector_size(BYTES)));
+typedef uint32_t uvec __attribute__((vector_size(BYTES)));
+typedef float loose_vec __attribute__((vector_size(BYTES), aligned(4), may_alias)); /* in memory: any address */
+typedef uint16_t half_vec __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
 
 INLINE vec splat(float x) { return (vec){0} + x; }
 INLINE vec get_float(const float *from) { return *(const loose_vec *)from; }

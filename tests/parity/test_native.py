@@ -47,12 +47,12 @@ def spec(**values):
 class Cache:
     """Keys and values of one layer, full of NaN where nothing was written, and steps on scattered blocks."""
 
-    def __init__(self, backend, blocks=64):
+    def __init__(self, backend, blocks=64, rows=8):
         s = backend.spec
         self.backend = backend
         self.pair = torch.full((2, blocks, s.block_size, s.num_kv_heads, s.head_dim), torch.nan, dtype=s.dtype)
         free = (np.random.default_rng(1).permutation(blocks - 1) + 1).tolist()
-        self.rows = [[free.pop() for _ in range(6)] for _ in range(8)]
+        self.rows = [[free.pop() for _ in range(6 * 8 // rows)] for _ in range(rows)]
 
     def run(self, sequences, counts, starts, window=0):
         """Attend to `counts` tokens of each sequence (its row and its q | k | v) from `starts` on."""
@@ -138,6 +138,33 @@ def test_attention_has_the_same_bits_in_any_company_and_chunks(dtype, heads, win
     cache = Cache(NativeAttention.create(s))
     for start, count in ((0, 1), (1, 30), (31, 16), (47, 32), (79, 1)):
         assert torch.equal(cache.run([mine], [count], [start], window)[0], whole[start : start + count])
+
+
+@needs_compiler
+@pytest.mark.parametrize("window", [0, 700])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_sequences_are_the_definition_with_the_same_bits_in_any_chunks(dtype, window):
+    """Keys are taken in pieces, whose results are put together: of one query more than two."""
+    s = spec(dtype=dtype, head_dim=64, num_heads=6, num_kv_heads=2, block_size=32)
+    qkv = tokens(s, 1300, 0)
+    qkv[:, s.num_heads : s.num_heads + s.num_kv_heads] *= torch.linspace(1, 3, 1300)[:, None, None]
+    whole = Cache(NativeAttention.create(s), rows=1).run([(0, qkv)], [1300], [0], window)[0]
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(whole.double(), definition(s, qkv, window), rtol=tolerance, atol=tolerance)
+    cache = Cache(NativeAttention.create(s), rows=1)
+    for start, count in ((0, 500), (500, 33), (533, 600), (1133, 1), (1134, 166)):
+        assert torch.equal(cache.run([(0, qkv)], [count], [start], window)[0], whole[start : start + count])
+
+
+@needs_compiler
+def test_a_poisoned_key_far_back_is_seen_by_all_that_look_so_far():
+    s = spec(head_dim=64, num_heads=2, num_kv_heads=2, block_size=32)
+    poisoned = tokens(s, 1200, 0)
+    poisoned[7] = torch.nan
+    whole = Cache(NativeAttention.create(s), rows=1).run([(0, poisoned)], [1200], [0], 600)[0]
+    hit = whole.isnan().flatten(1).all(1)
+    assert hit.nonzero().flatten().tolist() == list(range(7, 607))
+    assert whole[~hit].isfinite().all()
 
 
 @needs_compiler
