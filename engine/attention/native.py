@@ -14,7 +14,7 @@ from typing_extensions import override
 from engine.attention.base import AttentionSpec, Ints, LayerCache, PagedAttention, StepLayout, StepTensors, cut
 from engine.kernels.native import LANES, heads_address, native_library, why_not_native
 
-TILE_ROWS = 24  # queries times heads of a group that share a pass over the keys
+SIDE = 16  # rows that the matrix unit of a CPU takes at most
 PART_HEADS = 12  # of those that share the one key of a latent cache: the others may be another thread's
 WORTH = 1 << 20  # products, half of them of queries and keys, from which on other threads pay
 
@@ -25,7 +25,7 @@ class _Step(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("tiles", "starts", "lens", "tables", "slots", "scratch")),
         *((name, c_int64) for name in ("num_tiles", "num_tokens", "table_width", "room", "threads")),
-        *((name, c_int64) for name in ("kv_heads", "group")),
+        *((name, c_int64) for name in ("kv_heads", "group", "side")),
         *((name, c_float) for name in ("scale", "softcap")),
     )
 
@@ -53,8 +53,8 @@ class NativeAttention(PagedAttention):
     """One call per layer: stores keys and values, then attends, each thread to its share of sequences and heads.
 
     It keeps a block's keys and values per head, keys transposed: [num_blocks, num_kv_heads, head_dim, block_size] and
-    [num_blocks, num_kv_heads, block_size, head_dim]; of a latent cache the keys alone. A token's result has the same
-    bits however its sequence is cut into chunks and whatever else is in the step.
+    [num_blocks, num_kv_heads, block_size, head_dim], of a latent cache the keys alone; in pairs where tiles.h is used.
+    A token's result has the same bits however its sequence is cut into chunks and whatever else is in the step.
     """
 
     name = "native"
@@ -65,14 +65,16 @@ class NativeAttention(PagedAttention):
         self._library = library
         self._threads = threads
         self._parts, self._group = _parts(spec)
-        self._tile = max(1, TILE_ROWS // self._group)
+        self._tile = max(1, library.best_rows() // self._group)
         self._scratch = torch.empty(0)
 
     @classmethod
     def create(cls, spec: AttentionSpec) -> NativeAttention | None:
         """Return the backend, or None where it cannot be compiled."""
         library = native_library(spec.head_dim, spec.dtype, spec.block_size, spec.latent)
-        return None if library is None else cls(spec, library, torch.get_num_threads())
+        if library is None or not library.may_attend():
+            return None
+        return cls(spec, library, torch.get_num_threads())
 
     @override
     def prepare(self, step: StepTensors) -> _Metadata:
@@ -86,7 +88,7 @@ class NativeAttention(PagedAttention):
             tiles.ctypes.data,
             *(tensor.data_ptr() for tensor in pointers),
             *(len(tiles), len(step.input_ids), step.block_tables.shape[1], room, self._team(step.layout)),
-            *(self._parts, self._group, self.spec.scale, self.spec.softcap),
+            *(self._parts, self._group, min(rows, SIDE), self.spec.scale, self.spec.softcap),
         )
         return _Metadata(native, tiles, step, self._scratch)
 

@@ -15,6 +15,10 @@
 
 #include <math.h>
 #include <omp.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "vectors.h"
 
@@ -36,13 +40,13 @@ typedef struct {
 
 /* What all layers of a step share. starts: [sequences + 1], lens: [sequences], tables: [sequences][table_width],
  * slots: [tokens]; scratch: [threads][room] floats. kv_heads: with LATENT the parts in which the heads are attended,
- * each of `group` heads. */
+ * each of `group` heads; side: rows that the matrix unit takes at a time. */
 typedef struct {
     const Tile *tiles;
     const int32_t *starts, *lens, *tables;
     const int64_t *slots;
     float *scratch;
-    int64_t num_tiles, num_tokens, table_width, room, threads, kv_heads, group;
+    int64_t num_tiles, num_tokens, table_width, room, threads, kv_heads, group, side;
     float scale, softcap;
 } Step;
 
@@ -54,6 +58,20 @@ typedef struct {
 
 INLINE int larger(int a, int b) { return a > b ? a : b; }
 INLINE int smaller(int a, int b) { return a < b ? a : b; }
+
+#if BF16 && !LATENT && HEAD_DIM % 32 == 0 && defined(__AMX_BF16__)
+#define TILES 1
+#include "tiles.h"
+typedef elem given; /* queries as they are used */
+#else
+#define TILES 0
+#define SIDE 1
+#define KEY_AT(d, t) ((d) * BLOCK + (t))
+#define VALUE_AT(t, d) ((t) * HEAD_DIM + (d))
+typedef float given;
+INLINE void begin_tiles(int side) { (void)side; }
+INLINE void end_tiles(void) {}
+INLINE long padded(long rows, long side) { return (void)side, rows; }
 
 /* Ask for the cache line of an element that is the first of one, or near enough. */
 INLINE void fetch(const elem *from, long index) {
@@ -148,20 +166,57 @@ INLINE void mix_rows(const int rows, const float *weights, long stride, const el
 }
 #endif
 
+/* scores [rows][span.count * BLOCK] of queries [rows][HEAD_DIM] with all keys of the span, whose values come next */
+static void score_span(const float *queries, long rows, long side, const elem *keys, const elem *values, long heads,
+                       Span span, float *scores) {
+    const long width = (long)span.count * BLOCK;
+    for (int b = 0; b < span.count; b++) {
+        const elem *block = keys + span.blocks[b] * heads * HEAD_BLOCK;
+        const int more = b + AHEAD - span.count; /* after the last keys come the first values */
+        const elem *next = more < 0 ? keys + span.blocks[b + AHEAD] * heads * HEAD_BLOCK
+                                    : values + span.blocks[more < span.count ? more : 0] * heads * HEAD_BLOCK;
+        int size;
+        for (long r = 0; r < rows; r += size)
+            BY_ROWS(rows - r, size,
+                    score_rows(ROWS, queries + r * HEAD_DIM, block, next, scores + r * width + b * BLOCK, width))
+    }
+}
+
+/* out [rows][VALUE_DIM] = weights, `stride` from row to row, times the values of the span */
+static void mix_span(const float *weights, long stride, long rows, long side, const elem *values, long heads, Span span,
+                     float *out) {
+    int size;
+    for (long r = 0; r < rows; r += size)
+        BY_ROWS(rows - r, size, mix_rows(ROWS, weights + r * stride, stride, values, heads, span, out + r * VALUE_DIM))
+}
+#endif /* TILES */
+
 /* What is known of a query after some of its keys: the largest score, -INFINITY where there is none, and the sum of the
  * weights, which are exp(score - most). */
 typedef struct {
     float most, sum;
 } Mass;
 
-/* Turn scores [width] of the keys [low, high) into weights that are not normed yet, 0 of all other keys. */
-static Mass soften(float *scores, int low, int high, int width, float softcap) {
+/* A weight as values are multiplied by it. */
+INLINE vec rounded(vec weight) {
+#if TILES
+    elem half[LANES];
+    put(half, weight);
+    return load(half);
+#else
+    return weight;
+#endif
+}
+
+/* Turn scores [width] of the keys [low, high), times `scale`, into weights that are not normed yet, 0 of all other keys. */
+static Mass soften(float *scores, int low, int high, int width, float scale, float softcap) {
     vec most = splat(-INFINITY), total = splat(0);
     Mass mass = {-INFINITY, 0};
     if (low >= high) {
         memset(scores, 0, width * sizeof(float));
         return mass;
     }
+    for (int i = 0; i < width; i += LANES) put_float(scores + i, get_float(scores + i) * scale);
     if (softcap > 0)
         for (int i = 0; i < width; i += LANES)
             put_float(scores + i, softcap * hyperbolic_tangent(get_float(scores + i) / softcap));
@@ -173,7 +228,7 @@ static Mass soften(float *scores, int low, int high, int width, float softcap) {
     }
     for (int i = 0; i < LANES; i++) mass.most = most[i] > mass.most ? most[i] : mass.most;
     for (int i = 0; i < width; i += LANES) {
-        vec weight = exponential(get_float(scores + i) - mass.most);
+        vec weight = rounded(exponential(get_float(scores + i) - mass.most));
         put_float(scores + i, weight);
         total += weight;
     }
@@ -209,22 +264,6 @@ INLINE Span piece_of(const Step *step, Tile tile, Span span, int number) {
 INLINE int first_piece(Span span) { return span.begin / PIECE; }
 INLINE int pieces_of(Span span) { return (span.end + PIECE - 1) / PIECE - first_piece(span); }
 
-/* scores [rows][span.count * BLOCK] of queries [rows][HEAD_DIM] with all keys of the span, whose values come next */
-static void score_tile(const float *queries, long rows, const elem *keys, const elem *values, long heads, Span span,
-                       float *scores) {
-    const long width = (long)span.count * BLOCK;
-    for (int b = 0; b < span.count; b++) {
-        const elem *block = keys + span.blocks[b] * heads * HEAD_BLOCK;
-        const int more = b + AHEAD - span.count; /* after the last keys come the first values */
-        const elem *next = more < 0 ? keys + span.blocks[b + AHEAD] * heads * HEAD_BLOCK
-                                    : values + span.blocks[more < span.count ? more : 0] * heads * HEAD_BLOCK;
-        int size;
-        for (long r = 0; r < rows; r += size)
-            BY_ROWS(rows - r, size,
-                    score_rows(ROWS, queries + r * HEAD_DIM, block, next, scores + r * width + b * BLOCK, width))
-    }
-}
-
 /* Whether no NaN and no infinity is among these, a multiple of LANES. */
 static int is_finite(const float *numbers, long count) {
     vec zeros = splat(0);
@@ -236,68 +275,90 @@ static int is_finite(const float *numbers, long count) {
 /* out [rows][VALUE_DIM] = weights [rows][span.count * BLOCK] times the values. Rows share a pass over all that one of
  * them sees, at a weight of 0 where another does not: where that meets a NaN or an infinity, the row goes alone.
  * last: the position of the tile's last query. */
-static void mix_tile(const float *weights, long rows, long group, const elem *values, long heads, Span span, int last,
-                     int window, float *out) {
+static void mix_tile(const given *weights, long rows, long side, long group, const elem *values, long heads, Span span, int last,
+                     int window, float *out, float *room) {
     const long width = (long)span.count * BLOCK, queries = rows / group;
-    int size;
-    for (long r = 0; r < rows; r += size)
-        BY_ROWS(rows - r, size,
-                mix_rows(ROWS, weights + r * width, width, values, heads, span, out + r * VALUE_DIM))
+    mix_span(weights, width, rows, side, values, heads, span, out);
     if (is_finite(out, rows * VALUE_DIM)) return;
     for (long r = 0; r < rows; r++)
         if (!is_finite(out + r * VALUE_DIM, VALUE_DIM)) {
             Span own = seen_from(last - queries + 1 + r / group, window, span);
             own.begin = larger(own.begin, span.begin);
             own.end = smaller(own.end, span.end);
-            mix_rows(1, weights + r * width, width, values, heads, own, out + r * VALUE_DIM);
+            if (own.begin >= own.end) continue; /* it has no mass here, and is left out */
+            const int skip = own.begin / BLOCK - own.first;
+            own.first += skip;
+            own.blocks += skip;
+            own.count = (own.end + BLOCK - 1) / BLOCK - own.first;
+            mix_span(weights + r * width + skip * BLOCK, TILES ? 0 : width, 1, side, values, heads, own, room);
+            memcpy(out + r * VALUE_DIM, room, VALUE_DIM * sizeof(float));
         }
 }
 
-/* What a tile takes of memory: queries [rows][HEAD_DIM], scores [rows][PIECE], and the results of a piece and of all
- * pieces so far, [rows][VALUE_DIM] with masses [rows]. `room_of` says how much it is. */
+/* What a tile takes of memory: queries [rows][HEAD_DIM], scores and weights [rows][PIECE], and the results of a piece and
+ * of all pieces so far, [rows][VALUE_DIM] with masses [rows]; `spare` is for one more row, or tile. */
 typedef struct {
-    float *queries, *scores, *mixed, *out;
+    given *queries, *weights;
+    float *scores, *mixed, *out, *spare;
     Mass *masses, *out_masses;
 } Room;
 
-INLINE Room room_at(float *memory, long rows) {
-    Room room = {memory};
-    room.scores = room.queries + rows * HEAD_DIM;
-    room.mixed = room.scores + rows * PIECE;
+INLINE Room room_at(float *memory, long rows, long side) {
+    Room room = {(given *)memory};
+    rows = padded(rows, side);
+    room.scores = memory + rows * HEAD_DIM;
+    room.weights = TILES ? (given *)(room.scores + rows * PIECE) : (given *)room.scores;
+    room.mixed = room.scores + (1 + TILES) * rows * PIECE;
     room.out = room.mixed + rows * VALUE_DIM;
-    room.masses = (Mass *)(room.out + rows * VALUE_DIM);
+    room.spare = room.out + rows * VALUE_DIM;
+    room.masses = (Mass *)(room.spare + SIDE * VALUE_DIM);
     room.out_masses = room.masses + rows;
     return room;
 }
 
 /* Floats that one thread needs for tiles of so many rows. */
-int64_t room_of(int64_t rows) { return rows * (HEAD_DIM + PIECE + 2 * VALUE_DIM + 4); }
+int64_t room_of(int64_t rows) {
+    rows = padded(rows, SIDE);
+    return rows * (HEAD_DIM + (1 + TILES) * PIECE + 2 * VALUE_DIM + 4) + SIDE * VALUE_DIM;
+}
 
-/* Floats of the result of one piece for so many rows. */
-int64_t part_of(int64_t rows) { return rows * (VALUE_DIM + 2); }
+/* Rows of a tile that there had best be. */
+int64_t best_rows(void) { return TILES ? 32 : 24; }
 
-/* Scale the queries of a tile with one KV head. */
-static void take_queries(const Step *step, Tile tile, int head, const elem *query, long stride, float *queries) {
+/* Take in the queries of a tile with one KV head. */
+static void take_queries(const Step *step, Tile tile, int head, const elem *query, long stride, given *queries) {
     const long group = step->group, rows = tile.count * group, token = step->starts[tile.sequence] + tile.offset;
     for (long r = 0; r < rows; r++) {
         const elem *from = query + (token + r / group) * stride + (head * group + r % group) * HEAD_DIM;
-        for (int d = 0; d < HEAD_DIM; d += LANES) put_float(queries + r * HEAD_DIM + d, load(from + d) * step->scale);
+#if TILES
+        memcpy(queries + r * HEAD_DIM, from, HEAD_DIM * sizeof(elem));
+#else
+        for (int d = 0; d < HEAD_DIM; d += LANES) put_float(queries + r * HEAD_DIM + d, load(from + d));
+#endif
     }
+    memset(queries + rows * HEAD_DIM, 0, (padded(rows, step->side) - rows) * HEAD_DIM * sizeof(given));
 }
 
 /* Attend to one piece of the keys: mixed [rows][VALUE_DIM] and masses [rows]. span: the tile's, whole. */
-static void attend_piece(const Step *step, Tile tile, Span span, int number, const float *queries, const elem *keys,
-                         const elem *values, int window, float *scores, float *mixed, Mass *masses) {
+static void attend_piece(const Step *step, Tile tile, Span span, int number, const elem *keys, const elem *values,
+                         int window, Room room) {
     const long heads = LATENT ? 1 : step->kv_heads, rows = tile.count * step->group;
     const Span piece = piece_of(step, tile, span, number);
     const int width = piece.count * BLOCK, before = piece.first * BLOCK, last = span.end - 1;
-    score_tile(queries, rows, keys, values, heads, piece, scores);
+    score_span(room.queries, rows, step->side, keys, values, heads, piece, room.scores);
     for (long r = 0; r < rows; r++) {
         const Span own = seen_from(last - tile.count + 1 + r / step->group, window, piece);
         const int low = larger(larger(own.begin, piece.begin) - before, 0), high = smaller(own.end - before, width);
-        masses[r] = soften(scores + (long)r * width, low, high, width, step->softcap);
+        float *scores = room.scores + r * width;
+        room.masses[r] = soften(scores, low, high, width, step->scale, step->softcap);
+#if TILES
+        for (int i = 0; i < width; i += LANES) put(room.weights + r * width + i, get_float(scores + i));
+#endif
     }
-    mix_tile(scores, rows, step->group, values, heads, piece, last, window, mixed);
+#if TILES
+    memset(room.weights + rows * width, 0, (padded(rows, step->side) - rows) * width * sizeof(elem));
+#endif
+    mix_tile(room.weights, rows, step->side, step->group, values, heads, piece, last, window, room.mixed, room.spare);
 }
 
 /* Add the result of the next piece to that of all before it. */
@@ -337,12 +398,11 @@ static void attend_tile(const Step *step, Tile tile, int head, const elem *query
                         const elem *keys, const elem *values, int window, const float *sinks, float *memory) {
     const long rows = tile.count * step->group;
     const Span span = span_of(step, tile, window);
-    const Room room = room_at(memory, rows);
+    const Room room = room_at(memory, rows, step->side);
     take_queries(step, tile, head, query, query_stride, room.queries);
     for (long r = 0; r < rows; r++) room.out_masses[r] = (Mass){-INFINITY, 0};
     for (int p = 0; p < pieces_of(span); p++) {
-        attend_piece(step, tile, span, first_piece(span) + p, room.queries, keys, values, window, room.scores, room.mixed,
-                     room.masses);
+        attend_piece(step, tile, span, first_piece(span) + p, keys, values, window, room);
         add_piece(rows, room.mixed, room.masses, room.out, room.out_masses);
     }
     put_out(step, tile, head, room.out, room.out_masses, sinks, out);
@@ -353,9 +413,10 @@ static void store_token(const Step *step, long slot, const elem *key, const elem
     const long heads = LATENT ? 1 : step->kv_heads, block = slot / BLOCK * heads * HEAD_BLOCK, at = slot % BLOCK;
     for (long h = 0; h < heads; h++) {
         const elem *from = key + h * HEAD_DIM;
-        elem *to = keys + block + h * HEAD_BLOCK + at;
-        for (int d = 0; d < HEAD_DIM; d++) to[d * BLOCK] = from[d];
-        if (!LATENT) memcpy(values + block + h * HEAD_BLOCK + at * HEAD_DIM, value + h * HEAD_DIM, HEAD_DIM * sizeof(elem));
+        elem *to = keys + block + h * HEAD_BLOCK, *value_to = values + block + h * HEAD_BLOCK;
+        for (int d = 0; d < HEAD_DIM; d++) to[KEY_AT(d, at)] = from[d];
+        if (!LATENT)
+            for (int d = 0; d < HEAD_DIM; d++) value_to[VALUE_AT(at, d)] = value[h * HEAD_DIM + d];
     }
 }
 
@@ -368,6 +429,7 @@ void attend(const Step *step, const elem *query, int64_t query_stride, const ele
 #pragma omp parallel num_threads(step->threads)
     {
         float *room = step->scratch + omp_get_thread_num() * step->room;
+        begin_tiles(step->side);
 #pragma omp for schedule(static)
         for (long token = 0; token < step->num_tokens; token++)
             store_token(step, step->slots[token], key + token * key_stride, value + token * value_stride, keys, values);
@@ -378,5 +440,15 @@ void attend(const Step *step, const elem *query, int64_t query_stride, const ele
                 attend_tile(step, step->tiles[tile], head, query, query_stride, out, keys + skip, values + skip, window,
                             sinks, room);
             }
+        end_tiles();
     }
+}
+
+/* Whether this process may use all that the kernels are compiled for: Linux gives AMX to those who ask. */
+int may_attend(void) {
+#if TILES
+    return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */) == 0;
+#else
+    return 1;
+#endif
 }

@@ -34,28 +34,36 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
 FLAGS = ("-O3", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
-# What kernels may use of the CPU: all that it has, or less, to see what others' CPUs do. By gcc's names of machines.
 ISA_VARIABLE = "SQUADRON_CPU_ISA"
+# What kernels may use of an x86 CPU: gcc's name of the machine, and a flag of /proc/cpuinfo that says who has it.
 ISAS = {
-    "native": "native",
-    "avx2": "x86-64-v3",
-    "avx512": "x86-64-v4",
-    "avx512_bf16": "cooperlake",
-    "amx": "sapphirerapids",
+    "avx2": ("x86-64-v3", "avx2"),
+    "avx512": ("x86-64-v4", "avx512vl"),
+    "avx512_bf16": ("cooperlake", "avx512_bf16"),
+    "amx": ("sapphirerapids", "amx_bf16"),
 }
+NATIVE = "native"
 COMPILERS = ("gcc", "cc", "clang")  # gcc first: it asks for the OpenMP runtime that torch brings along
 TIMEOUT = 60.0  # seconds; one is usual
 
 
+def isas() -> list[str]:
+    """Return the values of `SQUADRON_CPU_ISA` that this CPU can be taken for, `native` not among them."""
+    flags = {flag for line in _processor() for flag in line.split()}
+    return [name for name, (_, flag) in ISAS.items() if flag in flags]
+
+
 def machine_flag() -> str:
-    """Return the compiler's flag for what `SQUADRON_CPU_ISA` says. Raises `ConfigError`.
+    """Return the compiler's flag for what kernels may use of the CPU: all, or what `SQUADRON_CPU_ISA` says.
 
     It concerns our own kernels. `ONEDNN_MAX_CPU_ISA` and `ATEN_CPU_CAPABILITY` say the same to oneDNN and torch.
+    Raises `ConfigError` for what this CPU lacks.
     """
-    isa = os.environ.get(ISA_VARIABLE, "native")
-    if isa not in ISAS:
-        raise ConfigError(f"{ISA_VARIABLE}={isa} is not known; use one of {', '.join(ISAS)}", ISA_VARIABLE)
-    return f"-march={ISAS[isa]}"
+    isa = os.environ.get(ISA_VARIABLE, NATIVE)
+    if isa not in (NATIVE, *isas()):
+        here = ", ".join((NATIVE, *isas()))
+        raise ConfigError(f"{ISA_VARIABLE}={isa}: this CPU is none, or it is not known; use {here}", ISA_VARIABLE)
+    return f"-march={NATIVE if isa == NATIVE else ISAS[isa][0]}"
 
 
 def load_library(macros: Mapping[str, int]) -> ctypes.CDLL | None:
@@ -301,6 +309,7 @@ def native_library(head_dim: int, dtype: torch.dtype, block_size: int = LANES, l
             *(c_void_p, c_void_p, c_void_p, c_int, c_void_p),
         )
         library.room_of.argtypes = (c_int64,)
+        library.best_rows.argtypes = library.may_attend.argtypes = ()
         library.pack.argtypes = (c_void_p,) * 2 + (c_int64,) * 2
         library.multiply.argtypes = (c_void_p, c_int64, *(c_void_p,) * 3, *(c_int64,) * 4)
         library.pack8.argtypes = (c_void_p,) * 2 + (c_int64,) * 2
@@ -310,7 +319,7 @@ def native_library(head_dim: int, dtype: torch.dtype, block_size: int = LANES, l
         library.outer_product_state.argtypes = (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 7, *(c_int64,) * 7)
         for name in NAMES:
             getattr(library, name).restype = None
-        library.room_of.restype = c_int64
+        library.room_of.restype = library.best_rows.restype = c_int64
     return library
 
 

@@ -157,6 +157,29 @@ def test_long_sequences_are_the_definition_with_the_same_bits_in_any_chunks(dtyp
 
 
 @needs_compiler
+@pytest.mark.parametrize("isa", compiler.isas())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cpu_that_has_less_attends_as_well(dtype, isa, monkeypatch):
+    """The definition, and the same bits in any chunks, for each of the CPUs that this one can be taken for."""
+    monkeypatch.setenv(compiler.ISA_VARIABLE, isa)
+    s = spec(dtype=dtype, head_dim=64, num_heads=6, num_kv_heads=2, softcap=5.0)
+    qkv = tokens(s, 90, 0)
+    whole = Cache(NativeAttention.create(s)).run([(0, qkv)], [90], [0], 40)[0]
+    tolerance = 1e-5 if dtype is torch.float32 else 1e-2
+    torch.testing.assert_close(whole.double(), definition(s, qkv, 40), rtol=tolerance, atol=tolerance)
+    cache = Cache(NativeAttention.create(s))
+    for start, count in ((0, 1), (1, 50), (51, 39)):
+        assert torch.equal(cache.run([(0, qkv)], [count], [start], 40)[0], whole[start : start + count])
+
+
+def test_a_cpu_that_this_one_is_not_is_refused_by_name(monkeypatch):
+    monkeypatch.setenv(compiler.ISA_VARIABLE, "avx1024")
+    with pytest.raises(ConfigError, match=r"SQUADRON_CPU_ISA=avx1024.*use native") as refused:
+        compiler.machine_flag()
+    assert refused.value.flag == compiler.ISA_VARIABLE
+
+
+@needs_compiler
 def test_a_poisoned_key_far_back_is_seen_by_all_that_look_so_far():
     s = spec(head_dim=64, num_heads=2, num_kv_heads=2, block_size=32)
     poisoned = tokens(s, 1200, 0)
