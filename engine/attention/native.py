@@ -53,7 +53,7 @@ class NativeAttention(PagedAttention):
     """One call per layer: stores keys and values, then attends, each thread to its share of sequences and heads.
 
     It keeps a block's keys and values per head, keys transposed: [num_blocks, num_kv_heads, head_dim, block_size] and
-    [num_blocks, num_kv_heads, block_size, head_dim], of a latent cache the keys alone; in pairs where tiles.h is used.
+    [num_blocks, num_kv_heads, block_size, head_dim], of a latent cache the keys alone; pairs in tiles.h.
     A token's result has the same bits however its sequence is cut into chunks and whatever else is in the step.
     """
 
