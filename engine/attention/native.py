@@ -23,9 +23,9 @@ class _Step(ctypes.Structure):
     """`Step` of attention.c."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("tiles", "starts", "lens", "tables", "slots", "scratch")),
+        *((name, c_void_p) for name in ("tiles", "starts", "lens", "tables", "slots", "scratch", "parts")),
         *((name, c_int64) for name in ("num_tiles", "num_tokens", "table_width", "room", "threads")),
-        *((name, c_int64) for name in ("kv_heads", "group", "side")),
+        *((name, c_int64) for name in ("kv_heads", "group", "side", "pieces", "rows")),
         *((name, c_float) for name in ("scale", "softcap")),
     )
 
@@ -38,6 +38,7 @@ class _Metadata:
     tiles: Ints
     tensors: StepTensors
     scratch: Tensor
+    parts: Tensor | None
 
 
 def why_not_native_attention(spec: AttentionSpec) -> str | None:
@@ -83,14 +84,22 @@ class NativeAttention(PagedAttention):
         room = -(-self._library.room_of(rows) // LANES) * LANES
         if len(self._scratch) < self._threads * room:
             self._scratch = torch.empty(self._threads * room)
+        threads = self._team(step.layout)
+        pieces = -(-int(step.layout.seq_lens.max(initial=0)) // self._library.piece_size())
+        parts: Tensor | None = None
+        if (
+            pieces > 1 and len(tiles) * self._parts < threads
+        ):  # fewer than threads: each piece of a tile may be another's
+            parts = torch.empty(len(tiles) * self._parts * pieces * self._library.part_of(rows))
         pointers = (step.query_start_loc, step.seq_lens, step.block_tables, step.slot_mapping, self._scratch)
         native = _Step(
             tiles.ctypes.data,
             *(tensor.data_ptr() for tensor in pointers),
-            *(len(tiles), len(step.input_ids), step.block_tables.shape[1], room, self._team(step.layout)),
-            *(self._parts, self._group, min(rows, SIDE), self.spec.scale, self.spec.softcap),
+            None if parts is None else parts.data_ptr(),
+            *(len(tiles), len(step.input_ids), step.block_tables.shape[1], room, threads),
+            *(self._parts, self._group, min(rows, SIDE), pieces, rows, self.spec.scale, self.spec.softcap),
         )
-        return _Metadata(native, tiles, step, self._scratch)
+        return _Metadata(native, tiles, step, self._scratch, parts)
 
     def _team(self, layout: StepLayout) -> int:
         """Return how many threads the step is worth: waiting for others costs more than a small step itself."""

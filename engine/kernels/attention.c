@@ -39,14 +39,15 @@ typedef struct {
 } Tile;
 
 /* What all layers of a step share. starts: [sequences + 1], lens: [sequences], tables: [sequences][table_width],
- * slots: [tokens]; scratch: [threads][room] floats. kv_heads: with LATENT the parts in which the heads are attended,
- * each of `group` heads; side: rows that the matrix unit takes at a time. */
+ * slots: [tokens]; scratch: [threads][room] floats; parts: [tiles][kv_heads][pieces][`part_of` rows] floats where the
+ * pieces of one tile are different threads', else null. kv_heads: with LATENT the parts in which the heads are attended,
+ * each of `group` heads; side: rows that the matrix unit takes at a time; rows: most of a tile. */
 typedef struct {
     const Tile *tiles;
     const int32_t *starts, *lens, *tables;
     const int64_t *slots;
-    float *scratch;
-    int64_t num_tiles, num_tokens, table_width, room, threads, kv_heads, group, side;
+    float *scratch, *parts;
+    int64_t num_tiles, num_tokens, table_width, room, threads, kv_heads, group, side, pieces, rows;
     float scale, softcap;
 } Step;
 
@@ -322,6 +323,12 @@ int64_t room_of(int64_t rows) {
     return rows * (HEAD_DIM + (1 + TILES) * PIECE + 2 * VALUE_DIM + 4) + SIDE * VALUE_DIM;
 }
 
+/* Floats of the result of one piece for tiles of so many rows. */
+int64_t part_of(int64_t rows) { return rows * (VALUE_DIM + sizeof(Mass) / sizeof(float)); }
+
+/* Keys of a piece. */
+int64_t piece_size(void) { return PIECE; }
+
 /* Rows of a tile that there had best be. */
 int64_t best_rows(void) { return TILES ? 32 : 24; }
 
@@ -408,6 +415,40 @@ static void attend_tile(const Step *step, Tile tile, int head, const elem *query
     put_out(step, tile, head, room.out, room.out_masses, sinks, out);
 }
 
+/* Where the result of a piece of a tile is left for who puts them together. */
+INLINE float *part_at(const Step *step, long tile, long head, long piece) {
+    return step->parts + ((tile * step->kv_heads + head) * step->pieces + piece) * part_of(step->rows);
+}
+
+/* Piece `number` of those that a tile sees, alone. */
+static void attend_part(const Step *step, long tile, int head, int number, const elem *query, long query_stride,
+                        const elem *keys, const elem *values, int window, float *memory) {
+    const Tile own = step->tiles[tile];
+    const long rows = own.count * step->group;
+    const Span span = span_of(step, own, window);
+    const Room room = room_at(memory, rows, step->side);
+    float *part = part_at(step, tile, head, number);
+    if (number >= pieces_of(span)) return;
+    take_queries(step, own, head, query, query_stride, room.queries);
+    attend_piece(step, own, span, first_piece(span) + number, keys, values, window, room);
+    memcpy(part, room.mixed, rows * VALUE_DIM * sizeof(float));
+    memcpy(part + rows * VALUE_DIM, room.masses, rows * sizeof(Mass));
+}
+
+/* Put the pieces of a tile together, in their order. */
+static void join_parts(const Step *step, long tile, int head, elem *out, int window, const float *sinks, float *memory) {
+    const Tile own = step->tiles[tile];
+    const long rows = own.count * step->group;
+    const Room room = room_at(memory, rows, step->side);
+    const int pieces = pieces_of(span_of(step, own, window));
+    for (long r = 0; r < rows; r++) room.out_masses[r] = (Mass){-INFINITY, 0};
+    for (int p = 0; p < pieces; p++) {
+        const float *part = part_at(step, tile, head, p);
+        add_piece(rows, part, (const Mass *)(part + rows * VALUE_DIM), room.out, room.out_masses);
+    }
+    put_out(step, own, head, room.out, room.out_masses, sinks, out);
+}
+
 /* Write the key and the value of one token, [heads][HEAD_DIM] each, to its slot. */
 static void store_token(const Step *step, long slot, const elem *key, const elem *value, elem *keys, elem *values) {
     const long heads = LATENT ? 1 : step->kv_heads, block = slot / BLOCK * heads * HEAD_BLOCK, at = slot % BLOCK;
@@ -433,13 +474,25 @@ void attend(const Step *step, const elem *query, int64_t query_stride, const ele
 #pragma omp for schedule(static)
         for (long token = 0; token < step->num_tokens; token++)
             store_token(step, step->slots[token], key + token * key_stride, value + token * value_stride, keys, values);
+        const long skip = LATENT ? 0 : HEAD_BLOCK; /* from head to head */
+        if (step->parts) {
+#pragma omp for schedule(dynamic) collapse(3)
+            for (long tile = 0; tile < step->num_tiles; tile++)
+                for (int head = 0; head < step->kv_heads; head++)
+                    for (int piece = 0; piece < step->pieces; piece++)
+                        attend_part(step, tile, head, piece, query, query_stride, keys + head * skip,
+                                    values + head * skip, window, room);
 #pragma omp for schedule(dynamic) collapse(2)
-        for (long tile = 0; tile < step->num_tiles; tile++)
-            for (int head = 0; head < step->kv_heads; head++) {
-                const long skip = LATENT ? 0 : head * HEAD_BLOCK;
-                attend_tile(step, step->tiles[tile], head, query, query_stride, out, keys + skip, values + skip, window,
-                            sinks, room);
-            }
+            for (long tile = 0; tile < step->num_tiles; tile++)
+                for (int head = 0; head < step->kv_heads; head++)
+                    join_parts(step, tile, head, out, window, sinks, room);
+        } else {
+#pragma omp for schedule(dynamic) collapse(2)
+            for (long tile = 0; tile < step->num_tiles; tile++)
+                for (int head = 0; head < step->kv_heads; head++)
+                    attend_tile(step, step->tiles[tile], head, query, query_stride, out, keys + head * skip,
+                                values + head * skip, window, sinks, room);
+        }
         end_tiles();
     }
 }

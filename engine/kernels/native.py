@@ -308,7 +308,7 @@ def native_library(head_dim: int, dtype: torch.dtype, block_size: int = LANES, l
             *(c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64),
             *(c_void_p, c_void_p, c_void_p, c_int, c_void_p),
         )
-        library.room_of.argtypes = (c_int64,)
+        library.room_of.argtypes = library.part_of.argtypes = (c_int64,)
         library.best_rows.argtypes = library.may_attend.argtypes = ()
         library.pack.argtypes = (c_void_p,) * 2 + (c_int64,) * 2
         library.multiply.argtypes = (c_void_p, c_int64, *(c_void_p,) * 3, *(c_int64,) * 4)
@@ -319,7 +319,8 @@ def native_library(head_dim: int, dtype: torch.dtype, block_size: int = LANES, l
         library.outer_product_state.argtypes = (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 7, *(c_int64,) * 7)
         for name in NAMES:
             getattr(library, name).restype = None
-        library.room_of.restype = library.best_rows.restype = c_int64
+        for name in ("room_of", "part_of", "best_rows", "piece_size"):
+            getattr(library, name).restype = c_int64
     return library
 
 

@@ -70,8 +70,8 @@ class Cache:
         )
         qkv = torch.cat([tokens[at] for (_, tokens), at in zip(sequences, where, strict=True)])
         query, key, value = qkv.split((s.num_heads, s.num_kv_heads, s.num_kv_heads), dim=1)
-        metadata = self.backend.prepare(to_device(step, CPU)[0])
-        out = self.backend.forward(query, key, value, LayerCache(*self.pair), metadata, window)
+        self.metadata = self.backend.prepare(to_device(step, CPU)[0])
+        out = self.backend.forward(query, key, value, LayerCache(*self.pair), self.metadata, window)
         return out.split(counts)
 
 
@@ -151,9 +151,11 @@ def test_long_sequences_are_the_definition_with_the_same_bits_in_any_chunks(dtyp
     whole = Cache(NativeAttention.create(s), rows=1).run([(0, qkv)], [1300], [0], window)[0]
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(whole.double(), definition(s, qkv, window), rtol=tolerance, atol=tolerance)
-    cache = Cache(NativeAttention.create(s), rows=1)
-    for start, count in ((0, 500), (500, 33), (533, 600), (1133, 1), (1134, 166)):
+    # Five threads and two KV heads: of few queries each piece is another thread's.
+    cache = Cache(NativeAttention(s, NativeAttention.create(s)._library, 5), rows=1)
+    for start, count in ((0, 500), (500, 33), (533, 600), (1133, 1), (1134, 2), (1136, 164)):
         assert torch.equal(cache.run([(0, qkv)], [count], [start], window)[0], whole[start : start + count])
+        assert (cache.metadata.parts is not None) == (count == 2)
 
 
 @needs_compiler
