@@ -25,6 +25,7 @@ from tests.e2e.harness import (
     worker_processes,
 )
 
+SHOWN = 5  # broken rules that a report spells out
 BACK = 120.0  # seconds after which a service counts as not recovered
 SAME, DIFFERS = "same", "differs"
 RANK, REPLICA, ROUTER = "rank", "replica", "router"
@@ -86,6 +87,7 @@ class Siege:
             "streams_by_outcome": dict(self.outcomes),
             "errors_by_code": dict(self.errors),
             "rules_broken": len(self.faults),
+            "broken": self.faults[:SHOWN],
             "back_s_worst": max(self.back, default=0.0),
             "invariants_looked_at": self.samples,
             "looks_without_an_answer": len(self.missed),
