@@ -8,6 +8,8 @@
 
 #include <immintrin.h>
 
+typedef elem given; /* queries and weights as they are used */
+
 #define SIDE 16               /* most rows of a tile, and its tokens or features */
 #define STEPS (HEAD_DIM / 32) /* tiles of features of a key */
 #define GROUPS 4              /* tiles of sums that run side by side, to hide the latency of one */
@@ -104,8 +106,8 @@ static void copy_values(const elem *from, int first, int last, elem *to) {
 }
 
 /* out [side][16] of up to GROUPS groups of features, HEAD_DIM from row to row. begins, ends: in the place of the first and
- * the last block, 0 = the block itself. */
-INLINE void mix_groups(const elem *weights, long stride, const elem *values, long heads, Span span, const elem *begins,
+ * the last block, 0 = the block itself. fetches: whether to ask for the blocks before they are needed. */
+INLINE void mix_groups(const int fetches, const elem *weights, long stride, const elem *values, long heads, Span span, const elem *begins,
                        const elem *ends, int count, float *out) {
     _tile_zero(0);
     _tile_zero(1);
@@ -115,6 +117,7 @@ INLINE void mix_groups(const elem *weights, long stride, const elem *values, lon
         const elem *from = values + span.blocks[b] * heads * HEAD_BLOCK;
         if (ends && b == span.count - 1) from = ends;
         if (begins && b == 0) from = begins;
+        if (fetches && b + GROUPS < span.count) fetch_block(values + span.blocks[b + GROUPS] * heads * HEAD_BLOCK);
         for (int t = 0; t < BLOCK; t += SIDE) {
             const elem *pairs = from + t * HEAD_DIM;
             _tile_loadd(6, weights + b * BLOCK + t, stride * sizeof(elem));
@@ -153,6 +156,6 @@ static void mix_span(const elem *weights, long stride, long rows, long side, con
     const elem *begin = first > 0 || span.count == 1 ? begins : 0, *end = last < BLOCK && span.count > 1 ? ends : 0;
     for (long r = 0; r < rows; r += side)
         for (int d = 0; d < HEAD_DIM; d += GROUPS * SIDE)
-            mix_groups(weights + r * stride, stride, values + 2 * d, heads, span, begin ? begin + 2 * d : 0,
+            mix_groups(r == 0 && d == 0, weights + r * stride, stride, values + 2 * d, heads, span, begin ? begin + 2 * d : 0,
                        end ? end + 2 * d : 0, (HEAD_DIM - d) / SIDE, out + r * HEAD_DIM + d);
 }
