@@ -28,9 +28,9 @@ COLUMNS = 5  # temperature, min-p, top-k, both halves of the key
 NO_DRAWS: Ints = np.zeros((0, COLUMNS), np.int32)
 
 
-# Draws from a share: own [num_rows, share] (it may be overwritten), temperature [num_rows] fp32, the best logit of all
-# shares [num_rows, 1], the least logit / temperature that may be drawn [num_rows, 1] or None, keys [num_rows] int64,
-# the first run of the share -> the score that each row's run won with, [num_rows] fp64, and the id's column.
+# Draws from a share: own [num_rows, share] (it may be overwritten), temperature [num_rows] fp32, the best logit of
+# all shares [num_rows, 1], the least logit / temperature that may be drawn [num_rows, 1] or None, keys [num_rows]
+# int64, the first run of the share -> the score that each row's run won with, [num_rows] fp64, and the id's column.
 Race = Callable[[Tensor, Tensor, Tensor, "Tensor | None", Tensor, int], tuple[Tensor, Tensor]]
 
 

@@ -19,6 +19,7 @@ from engine.worker.runner import ModelRunner
 from engine.worker.sleep import TAGS
 from parallel.group import SoloGroup
 from tests.cuda_shapes import cuda_in_shapes, why_no_shapes
+from tests.engine.sampling.batches import draws_of
 from tests.parity.tiny_models import make
 
 BLOCK = 16
@@ -278,7 +279,7 @@ def test_shares_are_drawn_by_the_kernels_of_whole_rows(played, vocab):
     at_start = compiled(draws.draw, torch.zeros(4, vocab, device="cuda"), sampling(4))
     for count in (1, 2, 3, 16, 33):
         own = torch.zeros(count, vocab // 2, device="cuda")
-        given = full(count, 0.7), np.zeros(count, np.int64), vocab, group
+        given = draws_of(sampling(count, temperature=0.7)), vocab, group
         assert compiled(draws.draw_share, own, *given) <= at_start
 
 
