@@ -16,7 +16,6 @@
 #include "thresholds.h"
 
 #define RUN_INDEX (1ull << 32) /* where the runs' indices begin in the noise of a row */
-#define WORTH (1 << 15)        /* logits from which on threads are worth their start */
 #define SLACK 1.001f           /* what bounds have to spare, so that rounding cannot leave out the winner */
 
 static int32_t first_best(const Row *row, Room room, float most) {
@@ -94,19 +93,8 @@ static int32_t race_within(const Row *row, int64_t run, float least, uint64_t ke
     return (int32_t)winner;
 }
 
-/* Return how many floats of room a thread needs. */
-int64_t draw_room(int64_t vocab, int64_t filtered) {
-    const int64_t runs = (vocab + RUN - 1) / RUN;
-    return 4 * (whole(runs) + LANES) + (filtered ? 2 * (runs + HEAVY + SAMPLED) * RUN + 4 * LANES : 0);
-}
-
-static Room room_of(float *from, int64_t runs) {
-    const int64_t apart = whole(runs) + LANES;
-    float *found = from + 4 * apart, *inner = found + 2 * (runs * RUN + LANES);
-    return (Room){from,  from + apart, from + 2 * apart, (int32_t *)(from + 3 * apart),
-                  found, found + runs * RUN + LANES,
-                  inner, inner + (HEAVY + SAMPLED) * RUN + LANES};
-}
+/* Return how many floats of room a thread needs for draw_tokens and score_tokens. */
+int64_t draw_room(int64_t vocab, int64_t filtered) { return room_size(vocab, filtered); }
 
 /* Rows that a thread takes at a time: some, because it fetches the next while it weighs one. */
 static int in_turn(int64_t rows, int64_t threads) {
@@ -121,7 +109,7 @@ static int in_turn(int64_t rows, int64_t threads) {
 void draw_tokens(const char *logits, int64_t stride, int64_t half, int64_t rows, int64_t vocab,
                  const float *temperatures, const uint64_t *keys, const float *log_min_p, const int32_t *top_k,
                  const float *top_p, int32_t *tokens, float *room, int64_t threads) {
-    const int64_t runs = (vocab + RUN - 1) / RUN, size = draw_room(vocab, log_min_p != NULL);
+    const int64_t runs = (vocab + RUN - 1) / RUN, size = room_size(vocab, log_min_p != NULL);
 #pragma omp parallel for schedule(dynamic, in_turn(rows, threads)) num_threads(team(rows *vocab, WORTH, threads))
     for (int64_t at = 0; at < rows; at++) {
         const char *here = logits + at * stride, *next = at + 1 < rows ? here + stride : here;
@@ -147,7 +135,7 @@ void draw_tokens(const char *logits, int64_t stride, int64_t half, int64_t rows,
 void draw_from_shares(const char *logits, int64_t stride, int64_t half, int64_t rows, int64_t share,
                       const float *temperatures, const uint64_t *keys, const float *mosts, const float *leasts,
                       int64_t first_run, double *scores, int64_t *columns, float *room, int64_t threads) {
-    const int64_t runs = (share + RUN - 1) / RUN, size = draw_room(share, 0);
+    const int64_t runs = (share + RUN - 1) / RUN, size = room_size(share, 0);
 #pragma omp parallel for schedule(dynamic, in_turn(rows, threads)) num_threads(team(rows *share, WORTH, threads))
     for (int64_t at = 0; at < rows; at++) {
         const Row row = {logits + at * stride, NULL, half, share, runs, temperatures[at]};

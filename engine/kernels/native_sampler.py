@@ -1,4 +1,7 @@
-"""Draws tokens on a CPU by draw.c: a pass over the logits, and a second one where top-p wants their mass."""
+"""Draws tokens on a CPU, and scores them, by draw.c and score.c.
+
+That is a pass over the logits, and a second one where top-p or log-probabilities want the mass of a row.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from engine.sampling.gumbel import Draws, TokenDraws, row_keys
 from engine.sampling.sharded_draw import draw_shares
 from parallel.group import Group
 
-SOURCES = ("draw.c",)
+SOURCES = ("draw.c", "score.c")
 
 
 def draw_library() -> ctypes.CDLL | None:
@@ -29,7 +32,9 @@ def draw_library() -> ctypes.CDLL | None:
         library.draw_tokens.argtypes = (c_void_p, *(c_int64,) * 4, *(c_void_p,) * 7, c_int64)
         shares = (c_void_p, *(c_int64,) * 4, *(c_void_p,) * 4, c_int64, *(c_void_p,) * 3, c_int64)
         library.draw_from_shares.argtypes = shares
-        library.draw_tokens.restype = library.draw_from_shares.restype = None
+        library.score_tokens.argtypes = (c_void_p, *(c_int64,) * 4, c_void_p, c_int64, *(c_void_p,) * 5, c_int64)
+        for function in (library.draw_tokens, library.draw_from_shares, library.score_tokens):
+            function.restype = None
     return library
 
 
@@ -86,6 +91,21 @@ class NativeDraws(TokenDraws):
             self._room_for(share, False), self._threads,
         )  # fmt: skip
         return scores, columns
+
+    @override
+    def score(
+        self, logits: Tensor, tokens: Tensor, count: int, ranked: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        rows, vocab = logits.shape
+        count = min(count, vocab)
+        given, wanted = _readable(logits), tokens.contiguous()
+        chosen, top, ids = torch.empty(rows), torch.empty(rows, count), torch.empty(rows, count, dtype=torch.int32)
+        ranks = torch.empty(rows, dtype=torch.int32) if ranked else None
+        self._library.score_tokens(
+            *_placed(given), rows, vocab, wanted.data_ptr(), count, chosen.data_ptr(), top.data_ptr(), ids.data_ptr(),
+            None if ranks is None else ranks.data_ptr(), self._room_for(vocab, True), self._threads,
+        )  # fmt: skip
+        return chosen, ids, top, ranks
 
     def _room_for(self, vocab: int, filtered: bool) -> int:
         """Return where the threads work, kept from one call to the next: memory is dear to get."""

@@ -10,6 +10,20 @@
 #define SUMMED 16  /* runs that are summed up in fp32 */
 #define HEAVY 64   /* runs with the best peaks that top-p is first looked for in */
 #define SAMPLED 64 /* other runs that say where it probably ends */
+#define WORTH (1 << 15) /* logits from which on threads are worth their start */
+
+static int64_t room_size(int64_t vocab, int64_t filtered) {
+    const int64_t runs = (vocab + RUN - 1) / RUN;
+    return 4 * (whole(runs) + LANES) + (filtered ? 2 * (runs + HEAVY + SAMPLED) * RUN + 4 * LANES : 0);
+}
+
+static Room room_of(float *from, int64_t runs) {
+    const int64_t apart = whole(runs) + LANES;
+    float *found = from + 4 * apart, *inner = found + 2 * (runs * RUN + LANES);
+    return (Room){from,  from + apart, from + 2 * apart, (int32_t *)(from + 3 * apart),
+                  found, found + runs * RUN + LANES,
+                  inner, inner + (HEAVY + SAMPLED) * RUN + LANES};
+}
 
 /* Whole numbers in the order of floats, both zeros alike. */
 static int64_t order(float x) {

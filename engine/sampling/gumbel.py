@@ -181,3 +181,12 @@ class TokenDraws(ABC):
         own: this rank's share, [num_samples, share], a whole number of runs, -inf for padding; it may be overwritten.
         vocab: ids without it. Raises `ValueError` for filters that are looked for in whole rows on this device.
         """
+
+    def score(
+        self, logits: Tensor, tokens: Tensor, count: int, ranked: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
+        """Return what `engine.sampling.sampler.score` does, part by part; None = torch's operations are to do it.
+
+        tokens: [num] int64. Of equal logits the lowest ids are told.
+        """
+        return None

@@ -13,7 +13,7 @@ from engine.kernels import compiler
 from engine.kernels.native_sampler import NativeDraws, draw_library
 from engine.kernels.select import select_draws
 from engine.sampling.gumbel import RUN
-from engine.sampling.sampler import FAILED, STUCK, sample
+from engine.sampling.sampler import FAILED, STUCK, sample, score
 from tests.engine.sampling.batches import VOCABULARIES, batches, draws_of, shares_of
 from tests.engine.sampling.test_logit_rules import bits_of
 from tests.engine.sampling.test_sampler import allowed, chi_square_fits, random_logits
@@ -270,3 +270,88 @@ def test_what_draws_is_chosen_and_said(caplog, monkeypatch):
     monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
     assert select_draws(CPU) is None
     assert "sampling: torch's operations" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [3, 130, LARGE])
+def test_log_probabilities_are_those_of_torch(dtype, vocab):
+    logits = torch.stack([random_logits(vocab, seed, spread) for seed, spread in enumerate((0.01, 1, 2, 30))])
+    logits[3, vocab // 2 :] = -math.inf
+    logits = logits.to(dtype)
+    tokens = torch.tensor([0, vocab - 1, int(logits[2].argmax()), vocab - 1])
+    for count in (0, 1, 20):
+        found = score(logits, tokens, count, ranked=True, draws=ours())
+        expected = score(logits, tokens, count, ranked=True)
+        torch.testing.assert_close(found.chosen, expected.chosen)
+        torch.testing.assert_close(found.top, expected.top)
+        assert torch.equal(found.ranks, expected.ranks)
+        told = logits.gather(1, found.top_ids.long())
+        assert torch.equal(told, logits.gather(1, expected.top_ids.long()))
+        assert all(len(set(ids)) == len(ids) for ids in found.top_ids.tolist())
+
+
+def test_of_equal_logits_the_lowest_ids_are_told():
+    logits = torch.zeros(2, 1000)
+    logits[1, [900, 70, 3]] = torch.tensor([2.0, 1.0, 1.0])
+    found = score(logits, torch.tensor([5, 5]), 5, draws=ours())
+    assert found.top_ids.tolist() == [[0, 1, 2, 3, 4], [900, 3, 70, 0, 1]]
+
+
+def test_scores_of_a_row_are_the_same_in_any_company_and_nan_where_it_is_poisoned():
+    logits, _ = mixed(20, LARGE)
+    logits[7, 9], logits[8] = math.nan, -math.inf
+    tokens = torch.arange(20)
+    together = score(logits, tokens, 4, ranked=True, draws=ours(2))
+    alone = [score(logits[row : row + 1], tokens[row : row + 1], 4, ranked=True, draws=ours(1)) for row in range(20)]
+    for name in ("chosen", "top", "top_ids", "ranks"):
+        joined = torch.cat([getattr(each, name) for each in alone])
+        np.testing.assert_array_equal(joined.numpy(), getattr(together, name).numpy())
+    assert together.chosen.isnan().nonzero()[:, 0].tolist() == [7, 8]
+    assert together.top.isnan().all(dim=1).nonzero()[:, 0].tolist() == [7, 8]
+
+
+RULES = ("biases", "allowed", "forbidden", "penalties", "endings", "masks")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_of_one_row_copies_that_row_alone(rule, dtype):
+    logits, values = mixed(12, 500)
+    logits = logits.to(dtype)
+    logits[2, 3], logits[5, 1] = math.nan, math.inf
+    penalties = {"presence_penalty": [0] * 5 + [1] + [0] * 3 + [2] + [0] * 2} if rule == "penalties" else {}
+    ids = np.random.default_rng(0).integers(0, 500, (12, 30)).astype(np.int32)
+    history = {"prompt_ids": ids, "output_ids": ids[:, :9]} if penalties else {}
+    inputs = sampling(12, num_logprobs=3, **values, **penalties, **history)
+    if rule == "biases":
+        inputs.biases = {
+            5: (np.array([17], np.int32), np.array([9], np.float32)),
+            9: (ids[0], np.ones(30, np.float32)),
+        }
+    if rule == "allowed":
+        inputs.allowed = {5: np.array([5, 64], np.int32), 9: np.array([7], np.int32)}
+    if rule == "forbidden":
+        inputs.forbidden = {5: (1,), 9: tuple(range(500))}
+    if rule == "penalties":
+        inputs.carried = np.array([(9, 1)], np.int32)
+    if rule == "endings":
+        inputs.endings = np.array([(5, 0, 3, 1), (9, 1, 4, 7), (9, 1, 5, 8)], np.int32)
+    if rule == "masks":
+        inputs.masks = lambda: (np.array([5, 9], np.int32), np.stack([bits_of([0, 31], 500), bits_of([], 500)]))
+    before = torch.tensor([3, 4], dtype=torch.int32)
+
+    class Watched(NativeDraws):
+        def draw(self, given, asked):
+            seen.append(given)
+            return super().draw(given, asked)
+
+    seen, was = [], logits.clone()
+    found = sample(logits, inputs, Watched(draw_library(), 2), before)
+    expected = sample(was.clone(), inputs, None, before)
+    assert found.token_ids.tolist() == expected.token_ids.tolist()
+    assert found.token_ids[[2, 5]].tolist() == [FAILED, FAILED]
+    torch.testing.assert_close(found.logprobs.top, expected.logprobs.top, equal_nan=True)
+    if rule != "masks":
+        np.testing.assert_array_equal(logits.float().numpy(), was.float().numpy())
+        assert seen[0] is logits
+        assert sorted(len(given) for given in seen) == [2, 12]

@@ -14,12 +14,12 @@ from engine.errors import ConfigError
 from engine.inputs.dummy_steps import dummy_sampling, dummy_step
 from engine.llm import LLM
 from engine.report import PromptScores, StepInputs
+from engine.sampling.gumbel import Draws
 from engine.sampling_params import SamplingParams
 from engine.worker.runner import ModelRunner
 from engine.worker.sleep import TAGS
 from parallel.group import SoloGroup
 from tests.cuda_shapes import cuda_in_shapes, why_no_shapes
-from tests.engine.sampling.batches import draws_of
 from tests.parity.tiny_models import make
 
 BLOCK = 16
@@ -279,7 +279,11 @@ def test_shares_are_drawn_by_the_kernels_of_whole_rows(played, vocab):
     at_start = compiled(draws.draw, torch.zeros(4, vocab, device="cuda"), sampling(4))
     for count in (1, 2, 3, 16, 33):
         own = torch.zeros(count, vocab // 2, device="cuda")
-        given = draws_of(sampling(count, temperature=0.7)), vocab, group
+        given = (
+            Draws(full(count, 0.7), full(count, 0), full(count, 0, np.int32), np.zeros(count, np.int64)),
+            vocab,
+            group,
+        )
         assert compiled(draws.draw_share, own, *given) <= at_start
 
 
