@@ -30,8 +30,10 @@ LIBRARIES = ("torch", "triton", "transformers", "flash-attn", "flash-attn-3", "x
 NOT_COMPUTING = ("num_", "l1", "l2", "l3")  # what torch reports of a CPU beside its instructions: cores and caches
 
 
-def arithmetic_of(config: EngineConfig, model: nn.Module, group: Group, attention: str) -> Mapping[str, str]:
-    """Return it in words by name, of rank 0. config: resolved. attention: the backend's name.
+def arithmetic_of(
+    config: EngineConfig, model: nn.Module, group: Group, attention: str, sampling: str
+) -> Mapping[str, str]:
+    """Return it in words by name, of rank 0. config: resolved. attention, sampling: what computes them, by name.
 
     Where all of it is equal, so are the products, sums and kernels that a token takes in a step of the same shape.
     Not in it: caches and clocks of processors, drivers, and on which node what runs.
@@ -45,6 +47,7 @@ def arithmetic_of(config: EngineConfig, model: nn.Module, group: Group, attentio
         "layers": type(model).__name__,
         "tensor_parallel_size": str(group.size),
         "attention": attention,
+        "sampling": sampling,
         "kernels": ", ".join(sorted(kernels)),
         "products": ", ".join(sorted(Counter(type(layer.method).__name__ for layer in layers))),
         "kv_cache_dtype": config.kv_cache_dtype,
