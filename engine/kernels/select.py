@@ -10,6 +10,7 @@ import torch
 from engine.device.gpu import why_no_triton
 from engine.kernels.base import Kernels, TorchKernels
 from engine.kernels.native import NativeKernels, native_library, why_not_native
+from engine.kernels.native_sampler import NativeDraws, draw_library
 from engine.sampling.gumbel import TokenDraws
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,8 @@ def select_kernels(head_dim: int, dtype: torch.dtype, device: torch.device) -> K
 
 def select_draws(device: torch.device) -> TokenDraws | None:
     """Return what draws tokens best on `device`; None = torch's operations."""
+    if device.type == "cpu":
+        return _on_cpu()
     if device.type != "cuda":
         return None
     reason = why_no_triton(device)
@@ -40,6 +43,12 @@ def select_draws(device: torch.device) -> TokenDraws | None:
         return None
     found: TokenDraws = import_module("engine.kernels.triton_sampler").TritonDraws()
     return found
+
+
+def _on_cpu() -> TokenDraws | None:
+    library = draw_library()
+    logger.info("sampling: %s", "torch's operations" if library is None else "compiled for this CPU")
+    return None if library is None else NativeDraws(library, torch.get_num_threads())
 
 
 def _on_cuda(device: torch.device) -> Kernels:

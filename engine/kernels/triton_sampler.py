@@ -12,8 +12,8 @@ from typing_extensions import override
 from engine.device.gpu import upload
 from engine.kernels import triton_draw
 from engine.kernels.triton_launch import ceil_div, next_power_of_2
-from engine.report import Floats, SamplingInputs
-from engine.sampling.gumbel import Longs, TokenDraws, row_keys
+from engine.report import SamplingInputs
+from engine.sampling.gumbel import Draws, TokenDraws, row_keys
 from parallel.group import Group
 
 RUN: int = triton_draw.RUN.value
@@ -65,11 +65,13 @@ class TritonDraws(TokenDraws):
         return tokens
 
     @override
-    def draw_share(self, own: Tensor, temperature: Floats, keys: Longs, vocab: int, group: Group) -> Tensor:
+    def draw_share(self, own: Tensor, draws: Draws, vocab: int, group: Group) -> Tensor:
+        if ((draws.temperature != 0) & ((draws.top_k > 0) | (draws.min_p > 0))).any():
+            raise ValueError("top_k and min_p are looked for in whole rows of logits on a GPU, not in shares")
         # Of each run of 64 logits the ranks exchange 8 bytes; the one that has the run that wins has the id.
         count, share = own.shape
         own_runs, num_runs = share // RUN, ceil_div(vocab, RUN)
-        sent_keys, sent_temperature = upload((keys, temperature), own.device)
+        sent_keys, sent_temperature = upload((draws.keys, draws.temperature), own.device)
         mine = torch.zeros(2, count, own_runs, device=own.device)
         triton_draw.scan[count, ceil_div(own_runs, RUNS)](
             own, sent_temperature, mine[0], mine[1], own.stride(0), share, own_runs, RUNS=RUNS, num_warps=WARPS

@@ -34,6 +34,10 @@ COMPUTING = ("engine", "parallel")  # packages
 DRAWING = (
     "engine/sampling/gumbel.py",
     "engine/grammar",
+    "engine/kernels/draw.c",
+    "engine/kernels/native_sampler.py",
+    "engine/kernels/runs.h",
+    "engine/kernels/thresholds.h",
     "engine/kernels/triton_draw.py",
     "engine/kernels/triton_sampler.py",
     "engine/sampling/logit_rules.py",

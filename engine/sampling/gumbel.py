@@ -12,6 +12,7 @@ runs of neighbouring ids, by their peaks (to find the best) and their masses (to
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.report import Floats, SamplingInputs
+from engine.report import Floats, Ints, SamplingInputs
 from engine.sampling.logit_rules import NEVER
 from parallel.group import Group
 
@@ -141,7 +142,17 @@ def _members(runs: Tensor) -> Tensor:
     return (runs[:, :, None] * RUN + torch.arange(RUN, device=runs.device)).flatten(1)
 
 
-Longs = NDArray[np.int64]
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How each row is drawn: what every rank must know of `SamplingInputs`. [num_rows] each.
+
+    keys: of `row_keys`.
+    """
+
+    temperature: Floats
+    min_p: Floats
+    top_k: Ints
+    keys: NDArray[np.int64]
 
 
 class TokenDraws(ABC):
@@ -164,9 +175,18 @@ class TokenDraws(ABC):
         """Return a token per row, [num_samples] int32; -1 where the best logit is NaN or infinite."""
 
     @abstractmethod
-    def draw_share(self, own: Tensor, temperature: Floats, keys: Longs, vocab: int, group: Group) -> Tensor:
-        """Return what `draw` would of the ranks' shares of the logits, without filters; alike on every rank.
+    def draw_share(self, own: Tensor, draws: Draws, vocab: int, group: Group) -> Tensor:
+        """Return what `draw` would of the ranks' shares of the logits; alike on every rank.
 
-        own: this rank's share, [num_samples, share], a whole number of runs, -inf for padding. vocab: ids without it.
-        temperature, keys: [num_samples]; keys from `engine.sampling.gumbel.row_keys`.
+        own: this rank's share, [num_samples, share], a whole number of runs, -inf for padding; it may be overwritten.
+        vocab: ids without it. Raises `ValueError` for filters that are looked for in whole rows on this device.
         """
+
+    def score(
+        self, logits: Tensor, tokens: Tensor, count: int, ranked: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
+        """Return what `engine.sampling.sampler.score` does, part by part; None = torch's operations are to do it.
+
+        tokens: [num] int64. Of equal logits the lowest ids are told.
+        """
+        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,6 +18,41 @@ NEVER = float("-inf")
 LARGEST = torch.finfo(torch.float32).max
 
 Forbid = Callable[[Tensor, Tensor, Tensor], None]  # logits, rows, bits: as `forbid` does
+
+
+def ruled_rows(inputs: SamplingInputs) -> NDArray[np.int64] | None:
+    """Return the rows whose logits rules may change, ascending; None where masks, which come late, name theirs."""
+    if inputs.masks is not None:
+        return None
+    named = [*inputs.biases, *inputs.allowed, *inputs.forbidden, *inputs.endings[:, 0].tolist()]
+    return np.union1d(np.array(named, np.int64), _penalised(inputs))
+
+
+def of_rows(inputs: SamplingInputs, rows: NDArray[np.int64]) -> SamplingInputs:
+    """Return what is asked of some rows, all those of `ruled_rows` among them, without log-probabilities."""
+    place = {row: at for at, row in enumerate(rows.tolist())}
+
+    def moved(pairs: Ints) -> Ints:
+        return np.concatenate([np.searchsorted(rows, pairs[:, :1]), pairs[:, 1:]], axis=1).astype(np.int32)
+
+    arrays = (
+        *("temperature", "top_k", "top_p", "min_p", "seeds", "choices", "positions", "repetition_penalty"),
+        *("presence_penalty", "frequency_penalty"),
+    )
+    return replace(
+        inputs,
+        **{name: getattr(inputs, name)[rows] for name in arrays},
+        prompt_ids=None if inputs.prompt_ids is None else inputs.prompt_ids[rows],
+        output_ids=None if inputs.output_ids is None else inputs.output_ids[rows],
+        carried=moved(inputs.carried),
+        endings=moved(inputs.endings),
+        forbidden={place[row]: ids for row, ids in inputs.forbidden.items()},
+        allowed={place[row]: ids for row, ids in inputs.allowed.items()},
+        biases={place[row]: bias for row, bias in inputs.biases.items()},
+        rows=None,
+        prompt=None,
+        num_logprobs=-1,
+    )
 
 
 def apply_rules(logits: Tensor, inputs: SamplingInputs, forbid: Forbid, before: Tensor | None = None) -> None:
@@ -82,12 +118,17 @@ def _forbid_endings(logits: Tensor, endings: Ints, before: Tensor) -> None:
     logits.index_put_((rows, ids), logits.new_zeros(len(rows)).masked_fill_(completes, NEVER), accumulate=True)
 
 
+def _penalised(inputs: SamplingInputs) -> NDArray[np.int64]:
+    repetition, presence, frequency = inputs.repetition_penalty, inputs.presence_penalty, inputs.frequency_penalty
+    return np.flatnonzero((repetition != 1) | (presence != 0) | (frequency != 0)).astype(np.int64)
+
+
 def _penalise(logits: Tensor, inputs: SamplingInputs, before: Tensor | None) -> None:
     """Apply the penalties to the rows that have any. Repetition counts the prompt, the other two do not."""
-    repetition, presence, frequency = inputs.repetition_penalty, inputs.presence_penalty, inputs.frequency_penalty
-    rows = np.flatnonzero((repetition != 1) | (presence != 0) | (frequency != 0))
+    rows = _penalised(inputs)
     if not rows.size or inputs.prompt_ids is None:
         return
+    repetition, presence, frequency = inputs.repetition_penalty, inputs.presence_penalty, inputs.frequency_penalty
     vocab = logits.shape[1]
     empty = np.empty((len(rows), 0), np.int32)
     index, prompt, output, *values = upload(

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.device.gpu import upload, upload_column
 from engine.report import Floats, Ints, SamplingInputs
 from engine.sampling.gumbel import RUN, TokenDraws, best_values, draw_by_gumbel, first_best, log_sum_exp, row_keys
-from engine.sampling.logit_rules import NEVER, apply_rules, forbid
+from engine.sampling.logit_rules import NEVER, apply_rules, forbid, of_rows, ruled_rows
 from engine.sampling_params import MAX_LOGPROBS
 
 # Instead of a token, where a row has none:
@@ -59,19 +59,42 @@ def sample(
     Logits in 16 bits are widened by what draws, as it reads them; for all else here there is a copy in fp32.
     before: the tokens of the step before, where rules want them (see `apply_rules`).
     """
+    if draws is not None and logits.device.type == "cpu" and inputs.changes_logits:
+        rows = ruled_rows(inputs)
+        if rows is not None and len(rows) < len(logits):
+            return _sample_apart(logits, inputs, rows, draws, before)
     wants_logprobs = inputs.num_logprobs >= 0
     changed = inputs.changes_logits
     if changed or wants_logprobs or draws is None:
         logits = logits.float()
-    raw = logits.clone() if wants_logprobs and not (inputs.all_greedy and not changed) else logits
+    overwritten = changed or (draws is None and not inputs.all_greedy)
+    raw = logits.clone() if wants_logprobs and overwritten else logits
     came_sound = logits.amax(dim=-1).isfinite() if changed else None
     if changed:
         apply_rules(logits, inputs, draws.forbid if draws else forbid, before)
     drawn = draws.draw(logits, inputs) if draws else _drawn(logits, inputs)
-    logprobs = score(raw, drawn.clamp(min=0).long(), inputs.num_logprobs) if wants_logprobs else None
+    logprobs = _scored(raw, drawn, inputs, draws)
     if came_sound is not None:
         drawn = drawn.where(drawn >= 0, STUCK).where(came_sound, FAILED)
     return DeviceOutputs(drawn, logprobs)
+
+
+def _sample_apart(
+    logits: Tensor, inputs: SamplingInputs, rows: NDArray[np.int64], draws: TokenDraws, before: Tensor | None
+) -> DeviceOutputs:
+    """`sample`, where rules change the logits of some `rows` alone: only these are copied."""
+    drawn = draws.draw(logits, inputs)
+    if rows.size:
+        (index,) = upload([rows], logits.device)
+        ruled = sample(logits.index_select(0, index), of_rows(inputs, rows), draws, before)
+        drawn.index_copy_(0, index, ruled.token_ids)
+    return DeviceOutputs(drawn, _scored(logits, drawn, inputs, draws))
+
+
+def _scored(logits: Tensor, drawn: Tensor, inputs: SamplingInputs, draws: TokenDraws | None) -> DeviceLogprobs | None:
+    if inputs.num_logprobs < 0:
+        return None
+    return score(logits, drawn.clamp(min=0).long(), inputs.num_logprobs, draws=draws)
 
 
 def _drawn(logits: Tensor, inputs: SamplingInputs) -> Tensor:
@@ -84,12 +107,18 @@ def _drawn(logits: Tensor, inputs: SamplingInputs) -> Tensor:
     return tokens.where(sound, FAILED).to(torch.int32)
 
 
-def score(logits: Tensor, tokens: Tensor, count: int, ranked: bool = False) -> DeviceLogprobs:
-    """Return the log-probabilities of `tokens`, [num], and of the `count` best. logits: [num, vocab] fp32.
+def score(
+    logits: Tensor, tokens: Tensor, count: int, ranked: bool = False, draws: TokenDraws | None = None
+) -> DeviceLogprobs:
+    """Return the log-probabilities of `tokens`, [num] int64, and of the `count` best. logits: [num, vocab].
 
     ranked: and the ranks of `tokens`: how many of the vocabulary are at least as likely, as vLLM counts them. Figures
     of a row whose best logit is NaN or infinite are all NaN; -inf is a token that the model rules out.
     """
+    found = None if draws is None else draws.score(logits, tokens, count, ranked)
+    if found is not None:
+        return DeviceLogprobs(*found)
+    logits = logits.float()
     total = log_sum_exp(logits)
     total = total.where(total.isfinite(), torch.nan)
     # How many are looked for decides which of equals are found: always as many, whatever others in the batch want.

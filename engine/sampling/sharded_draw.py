@@ -8,7 +8,7 @@ all ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.device.gpu import upload_column
 from engine.report import Floats, Ints, SamplingInputs
-from engine.sampling.gumbel import RUN, TokenDraws, best_values, draw_by_gumbel, first_best, row_keys
+from engine.sampling.gumbel import RUN, Draws, TokenDraws, best_values, draw_by_gumbel, first_best, row_keys
 from engine.sampling.sampler import FAILED
 from parallel.group import Group
 
@@ -28,21 +28,17 @@ COLUMNS = 5  # temperature, min-p, top-k, both halves of the key
 NO_DRAWS: Ints = np.zeros((0, COLUMNS), np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class Draws:
-    """How each row is drawn: what every rank must know of `SamplingInputs`. [num_rows] each."""
+# Draws from a share: own [num_rows, share] (it may be overwritten), temperature [num_rows] fp32, the best logit of
+# all shares [num_rows, 1], the least logit / temperature that may be drawn [num_rows, 1] or None, keys [num_rows]
+# int64, the first run of the share -> the score that each row's run won with, [num_rows] fp64, and the id's column.
+Race = Callable[[Tensor, Tensor, Tensor, "Tensor | None", Tensor, int], tuple[Tensor, Tensor]]
 
-    temperature: Floats
-    min_p: Floats
-    top_k: Ints
-    keys: NDArray[np.int64]
 
-    @classmethod
-    def unpack(cls, packed: Ints) -> Draws:
-        """Read what `pack_draws` wrote."""
-        columns = np.ascontiguousarray(packed.T)
-        keys = np.ascontiguousarray(packed[:, 3:]).view(np.int64)[:, 0]
-        return cls(columns[0].view(np.float32), columns[1].view(np.float32), columns[2], keys)
+def unpack_draws(packed: Ints) -> Draws:
+    """Read what `pack_draws` wrote."""
+    columns = np.ascontiguousarray(packed.T)
+    keys = np.ascontiguousarray(packed[:, 3:]).view(np.int64)[:, 0]
+    return Draws(columns[0].view(np.float32), columns[1].view(np.float32), columns[2], keys)
 
 
 def pack_draws(sampling: SamplingInputs, device: torch.device) -> Ints:
@@ -90,18 +86,19 @@ def draw_apart(model: OutputHead, hidden: Tensor, packed: Ints, most: int, draws
     """
     pieces = []
     for at in range(0, len(packed), most):
-        own, asked = model.own_logits(hidden[at : at + most]), Draws.unpack(packed[at : at + most])
+        own, asked = model.own_logits(hidden[at : at + most]), unpack_draws(packed[at : at + most])
         if draws is not None and asked.temperature.any():
-            drawn = draws.draw_share(own, asked.temperature, asked.keys, model.vocab_size, model.group)
+            drawn = draws.draw_share(own, asked, model.vocab_size, model.group)
         else:
-            drawn = draw(own, asked, model.vocab_size, model.group)
+            drawn = draw_shares(own, asked, model.vocab_size, model.group)
         pieces.append(drawn)
     return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
 
-def draw(own: Tensor, draws: Draws, vocab: int, group: Group) -> Tensor:
+def draw_shares(own: Tensor, draws: Draws, vocab: int, group: Group, race: Race | None = None) -> Tensor:
     """Return one token per row on every rank, [num_rows] int32, `FAILED` where there is none.
 
+    race: what draws from a share, None for torch's operations; what it draws in whole rows must be the same.
     own: this rank's logits, [num_rows, share], contiguous, -inf for padding; a share is a multiple of `RUN`. They
     may be overwritten. vocab: ids without padding.
     """
@@ -118,7 +115,7 @@ def draw(own: Tensor, draws: Draws, vocab: int, group: Group) -> Tensor:
         field = (own, most, candidates)
         if len(rows) < len(own):
             field = (own[index], most[index], candidates[index])
-        tokens = tokens.index_copy(0, index, _draw_shares(*field, draws, rows, limits, group))
+        tokens = tokens.index_copy(0, index, _drawn(*field, draws, rows, limits, group, race or _race))
     return tokens.where(most.isfinite()[:, 0], FAILED).to(torch.int32)
 
 
@@ -128,20 +125,32 @@ def _limits(draws: Draws, vocab: int) -> Ints:
     return np.where((draws.top_k > 0) & (draws.top_k < whole), draws.top_k, 0).astype(np.int32)
 
 
-def _draw_shares(
-    own: Tensor, most: Tensor, candidates: Tensor, draws: Draws, rows: NDArray[np.intp], limits: Ints, group: Group
+def _drawn(
+    own: Tensor,
+    most: Tensor,
+    candidates: Tensor,
+    draws: Draws,
+    rows: NDArray[np.intp],
+    limits: Ints,
+    group: Group,
+    race: Race,
 ) -> Tensor:
     """Return the tokens of the rows that are drawn at random; own, most and candidates are of those alone."""
     temperature = upload_column(draws.temperature[rows], own)
-    logits = own.div_(temperature)
-    most = most / temperature
     least = None
     if draws.min_p[rows].any() or limits[rows].any():
-        least = _least(most, candidates / temperature, draws.min_p[rows], limits[rows])
+        least = _least(most / temperature, candidates / temperature, draws.min_p[rows], limits[rows])
     keys = torch.from_numpy(draws.keys[rows]).to(own.device)
     first_run = group.rank * own.shape[1] // RUN
-    scores, ids = draw_by_gumbel(logits, (logits - most).exp_(), least, keys, first_run)
+    scores, ids = race(own, temperature[:, 0], most, least, keys, first_run)
     return _exchange_winners(scores, ids + first_run * RUN, group)
+
+
+def _race(
+    own: Tensor, temperature: Tensor, most: Tensor, least: Tensor | None, keys: Tensor, first_run: int
+) -> tuple[Tensor, Tensor]:
+    logits = own.div_(temperature[:, None])
+    return draw_by_gumbel(logits, (logits - most / temperature[:, None]).exp_(), least, keys, first_run)
 
 
 def _least(most: Tensor, candidates: Tensor, min_p: Floats, limits: Ints) -> Tensor:

@@ -190,7 +190,9 @@ def model_info(runner: ModelRunner) -> ModelInfo:
         eos_token_ids=model.eos_token_ids,
         attention_backend=runner.attention_backend,
         phases=dict(runner.phases),
-        arithmetic=arithmetic_of(config, runner.model, runner.group, runner.attention_backend),
+        arithmetic=arithmetic_of(
+            config, runner.model, runner.group, runner.attention_backend, runner.sampling_backend
+        ),
     )
     logger.info("arithmetic: %s", "; ".join(f"{name} {value}" for name, value in info.arithmetic.items()))
     logger.info("%s on %s, KV cache of %d tokens", info.words, config.device, info.kv_tokens)

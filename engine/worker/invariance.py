@@ -18,6 +18,7 @@ from torch import nn
 from engine.config import EngineConfig
 from engine.device.gpu import why_no_triton
 from engine.errors import ConfigError
+from engine.kernels.compiler import NATIVE, chosen_isa
 from engine.layers.moe import Experts
 from engine.loader.fingerprint import sources_digest
 from parallel.group import Group
@@ -30,8 +31,10 @@ LIBRARIES = ("torch", "triton", "transformers", "flash-attn", "flash-attn-3", "x
 NOT_COMPUTING = ("num_", "l1", "l2", "l3")  # what torch reports of a CPU beside its instructions: cores and caches
 
 
-def arithmetic_of(config: EngineConfig, model: nn.Module, group: Group, attention: str) -> Mapping[str, str]:
-    """Return it in words by name, of rank 0. config: resolved. attention: the backend's name.
+def arithmetic_of(
+    config: EngineConfig, model: nn.Module, group: Group, attention: str, sampling: str
+) -> Mapping[str, str]:
+    """Return it in words by name, of rank 0. config: resolved. attention, sampling: what computes them, by name.
 
     Where all of it is equal, so are the products, sums and kernels that a token takes in a step of the same shape.
     Not in it: caches and clocks of processors, drivers, and on which node what runs.
@@ -45,6 +48,7 @@ def arithmetic_of(config: EngineConfig, model: nn.Module, group: Group, attentio
         "layers": type(model).__name__,
         "tensor_parallel_size": str(group.size),
         "attention": attention,
+        "sampling": sampling,
         "kernels": ", ".join(sorted(kernels)),
         "products": ", ".join(sorted(Counter(type(layer.method).__name__ for layer in layers))),
         "kv_cache_dtype": config.kv_cache_dtype,
@@ -59,6 +63,9 @@ def _device(device: torch.device) -> str:
     probe = getattr(torch.cpu, "get_capabilities", None)  # newer than torch 2.11
     found = probe() if probe else {}
     can = sorted(f"{name}={value}" for name, value in found.items() if value and not name.startswith(NOT_COMPUTING))
+    isa = chosen_isa()
+    if isa != NATIVE:
+        can.append(f"taken for {isa}")
     # A product of many rows is cut by the number of threads, and so are its sums.
     return ", ".join([torch.backends.cpu.get_cpu_capability(), f"{torch.get_num_threads()} threads", *can])
 

@@ -183,6 +183,11 @@ class ModelRunner:
         """Name of the attention backend."""
         return self._attention.name
 
+    @property
+    def sampling_backend(self) -> str:
+        """Name of what draws tokens."""
+        return "torch" if self._draws is None else type(self._draws).__name__
+
     def _load(self) -> CausalLM:
         """Read the weights and choose how they are computed with."""
         made = quantization_of(self.config, self.model_config.quantization)

@@ -113,7 +113,7 @@ def outputs_of(
     lose their tokens. draws, before: see `sample`.
     """
     drawn: list[Tensor] = []
-    scored = None if sampling.prompt is None else _Scored(sampling.prompt)
+    scored = None if sampling.prompt is None else _Scored(sampling.prompt, draws)
     start = 0
     for piece in pieces:
         if scored is not None:
@@ -133,8 +133,9 @@ def outputs_of(
 class _Scored:
     """The log-probabilities of a step's prompt tokens, as far as the pieces went; none once memory ran out."""
 
-    def __init__(self, prompt: PromptScores) -> None:
+    def __init__(self, prompt: PromptScores, draws: TokenDraws | None) -> None:
         self._prompt = prompt
+        self._draws = draws
         self._parts: list[DeviceLogprobs] | None = []
 
     def read(self, piece: Tensor, start: int) -> None:
@@ -143,7 +144,7 @@ class _Scored:
             return
         try:
             with as_step_memory_error("the log-probabilities of prompts"):
-                self._parts.append(_scores(piece, start, self._prompt))
+                self._parts.append(_scores(piece, start, self._prompt, self._draws))
         except StepMemoryError as error:
             self._parts = None
             logger.error("%s", error)
@@ -176,7 +177,7 @@ def _among(piece: Tensor, start: int, rows: Ints) -> Tensor:
     return piece.index_select(0, upload([mine], piece.device)[0])
 
 
-def _scores(piece: Tensor, start: int, prompt: PromptScores) -> DeviceLogprobs:
+def _scores(piece: Tensor, start: int, prompt: PromptScores, draws: TokenDraws | None) -> DeviceLogprobs:
     inside = (prompt.rows >= start) & (prompt.rows < start + len(piece))
     tokens = upload([prompt.token_ids[inside]], piece.device)[0].long()
-    return score(_among(piece, start, prompt.rows).float(), tokens, prompt.num_logprobs, ranked=True)
+    return score(_among(piece, start, prompt.rows), tokens, prompt.num_logprobs, ranked=True, draws=draws)

@@ -17,7 +17,7 @@ from engine.attention.select import select_backend
 from engine.attention.triton_latent import TritonLatentAttention
 from engine.errors import ConfigError
 from engine.inputs.step_buffers import to_device
-from engine.kernels import native as compiler
+from engine.kernels import compiler
 from engine.kernels.base import TorchKernels
 from engine.kv.cache import KVCache
 from engine.kv.cache_specs import LatentSpec

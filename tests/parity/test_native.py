@@ -21,9 +21,9 @@ from engine.attention.select import select_backend
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.inputs.step_buffers import to_device
-from engine.kernels import native as compiler
+from engine.kernels import compiler
 from engine.kernels.base import TorchKernels
-from engine.kernels.native import NativeKernels
+from engine.kernels.native import SOURCES, NativeKernels
 from engine.kernels.select import select_kernels
 from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup
@@ -177,7 +177,7 @@ def test_a_cpu_that_has_less_attends_as_well(dtype, isa, monkeypatch):
 def test_a_cpu_that_this_one_is_not_is_refused_by_name(monkeypatch):
     monkeypatch.setenv(compiler.ISA_VARIABLE, "avx1024")
     with pytest.raises(ConfigError, match=r"SQUADRON_CPU_ISA=avx1024.*use native") as refused:
-        compiler.machine_flag()
+        compiler.chosen_isa()
     assert refused.value.flag == compiler.ISA_VARIABLE
 
 
@@ -393,9 +393,9 @@ def test_heads_of_another_layout_or_dtype_are_refused(kernels):
 
 
 def test_another_cpu_is_another_library(monkeypatch):
-    here = compiler._fingerprint(sys.executable, {})
+    here = compiler._fingerprint(sys.executable, (), {})
     monkeypatch.setattr(compiler, "_processor", lambda: ["flags: fpu avx2"])
-    assert compiler._fingerprint(sys.executable, {}) != here
+    assert compiler._fingerprint(sys.executable, (), {}) != here
 
 
 @pytest.mark.parametrize("size", [32, 2048, 20])
@@ -581,7 +581,7 @@ def test_a_compiler_that_hangs_is_ended_with_all_it_started(monkeypatch, tmp_pat
     reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
     fake_compiler(monkeypatch, tmp_path, f"sleep 1000 > {held} &\nwait\n")
     monkeypatch.setattr(compiler, "TIMEOUT", 1.0)
-    assert compiler.load_library({}) is None
+    assert compiler.load_library(SOURCES, {}) is None
     assert "timed out" in caplog.text
     os.set_blocking(reader, True)
     assert os.read(reader, 1) == b""  # nobody is left who could write
@@ -590,15 +590,15 @@ def test_a_compiler_that_hangs_is_ended_with_all_it_started(monkeypatch, tmp_pat
 
 def test_complaints_in_any_encoding_are_quoted(monkeypatch, tmp_path, caplog, no_cache):
     fake_compiler(monkeypatch, tmp_path, "printf 'Datei fehlt f\\374r libgomp' >&2; exit 1\n")
-    assert compiler.load_library({}) is None
+    assert compiler.load_library(SOURCES, {}) is None
     assert "libgomp" in caplog.text
 
 
 @needs_compiler
 def test_processes_that_build_at_once_all_get_the_library(tmp_path):
     program = (
-        "from engine.kernels.native import load_library;"
-        "assert load_library({'HEAD_DIM': 16, 'BLOCK': 16, 'BF16': 0, 'LATENT': 0}).multiplies() in (0, 1)"
+        "from engine.kernels.native import SOURCES, load_library;"
+        "assert load_library(SOURCES, {'HEAD_DIM': 16, 'BLOCK': 16, 'BF16': 0, 'LATENT': 0}).multiplies() in (0, 1)"
     )
     environment = {**os.environ, "HOME": str(tmp_path)}
     processes = [subprocess.Popen([sys.executable, "-c", program], env=environment) for _ in range(3)]

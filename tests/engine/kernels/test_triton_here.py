@@ -49,7 +49,7 @@ def test_triton_serves_gpus():
     assert type(select_kernels(64, torch.bfloat16, CUDA)) is TritonKernels
     assert type(select_draws(CUDA)) is TritonDraws
     assert why_not_triton(spec(device=CUDA)) is None
-    assert select_draws(torch.device("cpu")) is None
+    assert not isinstance(select_draws(torch.device("cpu")), TritonDraws)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ import triton.language as tl
 from engine.kernels.triton_draw import RUN_INDEX, _gumbel
 from engine.kernels.triton_sampler import RUN, TritonDraws
 from engine.sampling import gumbel as race
-from engine.sampling.gumbel import gumbel, row_keys
+from engine.sampling.gumbel import gumbel
 from engine.sampling.sampler import FAILED, STUCK, sample
+from tests.engine.sampling.batches import batches, draws_of, shares_of
 from tests.engine.sampling.test_logit_rules import bits_of
 from tests.engine.sampling.test_sampler import allowed, chi_square_fits, random_logits
 from tests.engine.thread_group import on_ranks
@@ -46,30 +47,6 @@ def agree(logits, inputs):
     ours, theirs = tokens(logits, inputs), tokens(logits, inputs, None)
     np.testing.assert_array_equal(ours, theirs)
     return ours
-
-
-PARAMETERS = {
-    "temperature": st.sampled_from([0.0, 1e-5, 0.0001, 0.3, 1.0, 1.7, 100.0]),
-    "top_k": st.sampled_from([0, 0, 1, 2, 7, 50, 63, 64, 65, 10_000]),
-    "top_p": st.sampled_from([1.0, 1.0, 5e-324, 1e-6, 0.1, 0.5, 0.9, 0.999]),
-    "min_p": st.sampled_from([0.0, 0.0, 5e-324, 0.01, 0.3, 1.0]),
-}
-
-
-@st.composite
-def batches(draw):
-    """Rows of mixed parameters: ties, steep and flat rows, -inf here and there, vocabularies of odd sizes."""
-    rows, vocab = draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 50, 64, 65, 130, 321]))
-    seed = draw(st.integers(0, 2**31))
-    random = np.random.default_rng(seed)
-    logits = random.normal(size=(rows, vocab)) * random.choice([0.01, 1, 5, 30], (rows, 1))
-    if draw(st.booleans()):
-        logits = np.round(logits)  # ties, zeros of both signs
-    if draw(st.booleans()):
-        logits[random.random((rows, vocab)) < 0.5] = -math.inf
-    values = {name: [draw(kind) for _ in range(rows)] for name, kind in PARAMETERS.items()}
-    values["seeds"] = random.integers(-(2**63), 2**63 - 1, rows)
-    return torch.from_numpy(logits.astype(np.float32)), sampling(rows, positions=np.arange(rows), **values)
 
 
 @settings(max_examples=examples(15))
@@ -261,13 +238,6 @@ def test_no_rows_give_no_tokens():
     assert OURS.draw(torch.empty(0, 70, device=DEVICE), sampling(0)).shape == (0,)
 
 
-def shares_of(logits, size):
-    """Return the ranks' shares as the ranks of a group hold them."""
-    width = -(-logits.shape[1] // (size * RUN)) * RUN
-    padded = torch.nn.functional.pad(logits, (0, size * width - logits.shape[1]), value=-math.inf)
-    return [share.contiguous().to(DEVICE) for share in padded.split(width, dim=1)]
-
-
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("vocab", [long(50), 65, 1000])
 def test_shares_of_a_vocabulary_draw_the_very_tokens_of_the_whole(size, vocab):
@@ -279,13 +249,19 @@ def test_shares_of_a_vocabulary_draw_the_very_tokens_of_the_whole(size, vocab):
     logits[10, : vocab // 2] = -math.inf
     temperature = rng.choice([0, 0.3, 1.0, 1.7], 12).astype(np.float32)
     inputs = sampling(12, temperature=temperature, seeds=rng.integers(0, 2**62, 12), positions=np.arange(12))
-    keys = row_keys(inputs.seeds, inputs.choices, inputs.positions)
-    shares = shares_of(logits, size)
+    draws = draws_of(inputs)
+    shares = [share.to(DEVICE) for share in shares_of(logits, size)]
 
     def act(group):
-        return OURS.draw_share(shares[group.rank], temperature, keys, vocab, group).cpu().numpy()
+        return OURS.draw_share(shares[group.rank], draws, vocab, group).cpu().numpy()
 
     expected = tokens(logits, inputs)
     for found in on_ranks(size, act, in_turn=True):
         np.testing.assert_array_equal(found, expected)
     assert expected[7] == FAILED
+
+
+def test_filters_are_not_looked_for_in_shares():
+    inputs = sampling(1, temperature=1.0, top_k=3)
+    with pytest.raises(ValueError, match="top_k"):
+        OURS.draw_share(torch.zeros(1, RUN, device=DEVICE), draws_of(inputs), RUN, None)

@@ -13,7 +13,7 @@ from engine.models.decoder import DecoderLM
 from engine.report import PromptScores
 from engine.sampling.gumbel import RUN
 from engine.sampling.sampler import sample
-from engine.sampling.sharded_draw import MOST, Draws, draw, draw_apart
+from engine.sampling.sharded_draw import MOST, draw_apart, draw_shares, unpack_draws
 from engine.sampling.sharded_draw import pack_draws as pack_for
 from parallel.parameter import TensorSource
 from parallel.sharding import padded_vocab
@@ -37,8 +37,10 @@ def apart(logits, inputs, size):
     shares = torch.nn.functional.pad(logits, (0, width - vocab), value=float("-inf")).chunk(size, dim=1)
     packed = pack_draws(inputs)
     assert len(packed) == len(logits)
-    draws = Draws.unpack(packed)
-    return on_ranks(size, lambda group: draw(shares[group.rank].clone().contiguous(), draws, vocab, group).tolist())
+    draws = unpack_draws(packed)
+    return on_ranks(
+        size, lambda group: draw_shares(shares[group.rank].clone().contiguous(), draws, vocab, group).tolist()
+    )
 
 
 def whole(logits, inputs):
@@ -110,8 +112,8 @@ def test_a_row_travels_in_some_bytes():
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))
 
     def sent(group: ThreadGroup, inputs) -> float:
-        draws = Draws.unpack(pack_draws(inputs))
-        draw(logits.chunk(2, dim=1)[group.rank].clone().contiguous(), draws, vocab, group)
+        draws = unpack_draws(pack_draws(inputs))
+        draw_shares(logits.chunk(2, dim=1)[group.rank].clone().contiguous(), draws, vocab, group)
         return group.sent / rows
 
     assert on_ranks(2, lambda group: sent(group, sampling(rows))) == [8, 8]

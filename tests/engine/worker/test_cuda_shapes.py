@@ -14,6 +14,7 @@ from engine.errors import ConfigError
 from engine.inputs.dummy_steps import dummy_sampling, dummy_step
 from engine.llm import LLM
 from engine.report import PromptScores, StepInputs
+from engine.sampling.gumbel import Draws
 from engine.sampling_params import SamplingParams
 from engine.worker.runner import ModelRunner
 from engine.worker.sleep import TAGS
@@ -278,7 +279,11 @@ def test_shares_are_drawn_by_the_kernels_of_whole_rows(played, vocab):
     at_start = compiled(draws.draw, torch.zeros(4, vocab, device="cuda"), sampling(4))
     for count in (1, 2, 3, 16, 33):
         own = torch.zeros(count, vocab // 2, device="cuda")
-        given = full(count, 0.7), np.zeros(count, np.int64), vocab, group
+        given = (
+            Draws(full(count, 0.7), full(count, 0), full(count, 0, np.int32), np.zeros(count, np.int64)),
+            vocab,
+            group,
+        )
         assert compiled(draws.draw_share, own, *given) <= at_start
 
 
