@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class LetGo:
-    """ASGI middleware of a router, within `IngressCheck`. Answers that cannot go on elsewhere are made to their end."""
+    """ASGI middleware of a router, within `IngressCheck`. What cannot go on elsewhere is made to its end."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
