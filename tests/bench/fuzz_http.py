@@ -86,7 +86,7 @@ class Fuzz:
     async def run(self, only: Iterable[int] | None = None) -> FuzzReport:
         """Send requests for the time that was asked for, or those of `only`; all must be settled afterwards."""
         processes = self._processes()
-        async with client_of(self._app.url) as client, self.report.watched(self._app.url):
+        async with self.report.watched(self._app.url), client_of(self._app.url) as client:
             # Twice: what the second run finds cached is what each replica should find from then on.
             await read_all(client, self._asked)
             oracle = await read_all(client, self._asked)

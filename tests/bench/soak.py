@@ -104,7 +104,7 @@ class Soak:
 
     async def run(self) -> SoakReport:
         """Run for the time that was asked for; everything must be settled afterwards."""
-        async with client_of(self._app.url) as client, self.report.watched(self._app.url):
+        async with self.report.watched(self._app.url), client_of(self._app.url) as client:
             oracle = await read_all(client, [greedy_or_seeded(i, self._tokens) for i in range(DISTINCT)])
             self._began = time.monotonic()
             rngs = [Random(self._rng.random()) for _ in range(self._streams)]

@@ -10,9 +10,9 @@ BLOCK = 4
 NUM_BLOCKS = 400
 
 
-def make_step(computed, lengths, seed=0, block=BLOCK) -> StepInputs:
+def make_step(computed, lengths, seed=0, block=BLOCK, num_blocks=NUM_BLOCKS) -> StepInputs:
     """Lay sequences out in scattered blocks of `block` tokens; returns the step, as the runner gets it."""
-    free = (np.random.default_rng(seed).permutation(NUM_BLOCKS - 1) + 1).tolist()
+    free = (np.random.default_rng(seed).permutation(num_blocks - 1) + 1).tolist()
     ends = [c + n for c, n in zip(computed, lengths, strict=True)]
     widest = max(-(-end // block) for end in ends)
     tables = np.zeros((len(ends), widest), np.int32)
