@@ -90,9 +90,11 @@ class RandomKiller:
         """Strike as often as was asked for, or for so long, and return what the clients saw."""
         until = time.monotonic() + seconds
         asked = [greedy_or_seeded(index, self._tokens) for index in range(DISTINCT)]
+        # Before it is counted what is open: gateways keep as many connections to routers as were needed at one time.
+        async with client_of(self._app.url) as client:
+            oracle = await read_all(client, asked)
         # The client's own connections are closed before it is looked at what is left.
         async with self.report.watched(self._app.url, period=1.0), client_of(self._app.url) as client:
-            oracle = await read_all(client, asked)
             rngs = [Random(self._rng.random()) for _ in range(self._streams)]
             readers = [asyncio.create_task(self._read(client, oracle, rng)) for rng in rngs]
             for number in range(1, self._kills + 1):
