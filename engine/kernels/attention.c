@@ -67,41 +67,32 @@ typedef struct {
     float most, sum;
 } Mass;
 
-/* A weight as values are multiplied by it. */
-INLINE vec rounded(vec weight) {
-#if TILES
-    elem half[LANES];
-    put(half, weight);
-    return load(half);
-#else
-    return weight;
-#endif
+/* x where it is of lanes [low, high), else -INFINITY. */
+INLINE vec only(vec x, int low, int high) {
+    ivec lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    return choose((lane >= low) & (lane < high), x, splat(-INFINITY));
 }
 
-/* Turn scores [width] of the keys [low, high), times `scale`, into weights that are not normed yet, 0 of all other keys. */
-static Mass soften(float *scores, int low, int high, int width, float scale, float softcap) {
+/* Turn scores [width] of the keys [low, high), times `scale`, into weights that are not normed yet, 0 of all other keys.
+ * weights may be scores. */
+static Mass soften(float *scores, given *weights, int low, int high, int width, float scale, float softcap) {
     vec most = splat(-INFINITY), total = splat(0);
     Mass mass = {-INFINITY, 0};
-    if (low >= high) {
-        memset(scores, 0, width * sizeof(float));
-        return mass;
-    }
-    for (int i = 0; i < width; i += LANES) put_float(scores + i, get_float(scores + i) * scale);
-    if (softcap > 0)
-        for (int i = 0; i < width; i += LANES)
-            put_float(scores + i, softcap * hyperbolic_tangent(get_float(scores + i) / softcap));
-    for (int i = 0; i < low; i++) scores[i] = -INFINITY;
-    for (int i = high; i < width; i++) scores[i] = -INFINITY;
-    for (int i = 0; i < width; i += LANES) {
-        vec score = get_float(scores + i);
+    const int first = low < high ? low / LANES * LANES : width;
+    const int last = low < high ? (high + LANES - 1) / LANES * LANES : width;
+    for (int i = first; i < last; i += LANES) {
+        vec score = get_float(scores + i) * scale;
+        if (softcap > 0) score = softcap * hyperbolic_tangent(score / softcap);
+        if (i < low || i + LANES > high) score = only(score, low - i, high - i);
+        put_float(scores + i, score);
         most = choose(score > most, score, most);
     }
     for (int i = 0; i < LANES; i++) mass.most = most[i] > mass.most ? most[i] : mass.most;
-    for (int i = 0; i < width; i += LANES) {
-        vec weight = rounded(exponential(get_float(scores + i) - mass.most));
-        put_float(scores + i, weight);
-        total += weight;
-    }
+    for (int i = first; i < last; i += LANES)
+        total += put_weight(weights + i, exponential(get_float(scores + i) - mass.most));
+    memset(weights, 0, first * sizeof(given));
+    memset(weights + last, 0, (width - last) * sizeof(given));
     for (int i = 0; i < LANES; i++) mass.sum += total[i];
     return mass;
 }
@@ -225,15 +216,10 @@ static void attend_piece(const Step *step, Tile tile, Span span, int number, con
     for (long r = 0; r < rows; r++) {
         const Span own = seen_from(last - tile.count + 1 + r / step->group, window, piece);
         const int low = larger(larger(own.begin, piece.begin) - before, 0), high = smaller(own.end - before, width);
-        float *scores = room.scores + r * width;
-        room.masses[r] = soften(scores, low, high, width, step->scale, step->softcap);
-#if TILES
-        for (int i = 0; i < width; i += LANES) put(room.weights + r * width + i, get_float(scores + i));
-#endif
+        room.masses[r] = soften(room.scores + r * width, room.weights + r * width, low, high, width, step->scale,
+                                step->softcap);
     }
-#if TILES
-    memset(room.weights + rows * width, 0, (padded(rows, step->side) - rows) * width * sizeof(elem));
-#endif
+    memset(room.weights + rows * width, 0, (padded(rows, step->side) - rows) * width * sizeof(given));
     mix_tile(room.weights, rows, step->side, step->group, values, heads, piece, last, window, room.mixed, room.spare);
 }
 

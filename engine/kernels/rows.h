@@ -19,6 +19,12 @@ INLINE void begin_tiles(int side) { (void)side; }
 INLINE void end_tiles(void) {}
 INLINE long padded(long rows, long side) { return (void)side, rows; }
 
+/* Write a weight, and return it. */
+INLINE vec put_weight(given *to, vec weight) {
+    put_float(to, weight);
+    return weight;
+}
+
 /* Ask for the cache line of an element that is the first of one, or near enough. */
 INLINE void fetch(const elem *from, long index) {
     if (index % (64 / sizeof(elem)) == 0) __builtin_prefetch(from + index, 0, 2);

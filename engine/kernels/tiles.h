@@ -29,6 +29,13 @@ static void begin_tiles(int side) {
 INLINE void end_tiles(void) { _tile_release(); }
 INLINE long padded(long rows, long side) { return (rows + side - 1) / side * side; }
 
+/* Write a weight as values are multiplied by it, and return it as it was rounded. */
+INLINE vec put_weight(given *to, vec weight) {
+    const __m256i half = (__m256i)_mm512_cvtneps_pbh((__m512)weight);
+    _mm256_storeu_si256((__m256i *)to, half);
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
+}
+
 /* Ask for the keys or values of a block and head. */
 INLINE void fetch_block(const elem *from) {
     for (long at = 0; at < HEAD_BLOCK; at += 64 / sizeof(elem)) __builtin_prefetch(from + at, 0, 2);
