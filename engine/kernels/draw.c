@@ -69,7 +69,9 @@ static Winner race(const Row *row, Room room, float most, float least, uint64_t 
         read_run(row, run, x);
         for (int i = 0; i < PARTS; i++)
             weights[i] = choose(x[i] >= splat(least), exponential(x[i] / row->temperature - scaled), splat(0));
-        double mass = sum((weights[0] + weights[1]) + (weights[2] + weights[3]));
+        for (int step = 1; step < PARTS; step *= 2)
+            for (int i = 0; i < PARTS; i += 2 * step) weights[i] += weights[i + step];
+        double mass = sum(weights[0]);
         double score = log(mass) + gumbel(key, (uint64_t)(first_run + run) + RUN_INDEX);
         if (score > winner.score) winner = (Winner){score, run};
     }

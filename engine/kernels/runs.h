@@ -12,12 +12,8 @@
 #define PARTS (RUN / LANES)
 #define AHEAD 16 /* runs that are fetched before they are read */
 
-typedef double wide_vec __attribute__((vector_size(64)));
-typedef float narrow_vec __attribute__((vector_size(32)));
-typedef int32_t narrow_ivec __attribute__((vector_size(32)));
-typedef float small_vec __attribute__((vector_size(16)));
-typedef int32_t small_ivec __attribute__((vector_size(16)));
-typedef uint64_t any_vec __attribute__((vector_size(64)));
+typedef double wide_vec __attribute__((vector_size(BYTES)));
+typedef float narrow_vec __attribute__((vector_size(BYTES / 2)));
 
 typedef struct {
     const char *logits, *next; /* and those of the row that comes next */
@@ -35,6 +31,11 @@ typedef struct { /* what a thread works in; sizes in floats */
 } Room;
 
 INLINE int64_t whole(int64_t runs) { return (runs + LANES - 1) / LANES * LANES; }
+
+#if LANES == 16 /* told in steps that the compiler would not find: there are thousands of runs in a row */
+typedef int32_t narrow_ivec __attribute__((vector_size(32)));
+typedef float small_vec __attribute__((vector_size(16)));
+typedef int32_t small_ivec __attribute__((vector_size(16)));
 
 /* The larger of narrower vectors. */
 #define LARGER(whole_numbers, a, b) \
@@ -61,6 +62,19 @@ INLINE float sum(vec x) {
     small_vec quarter = quarters[0] + quarters[1];
     return (quarter[0] + quarter[1]) + (quarter[2] + quarter[3]);
 }
+#else
+INLINE float largest(vec x) {
+    for (int step = LANES / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) x[i] = x[i] > x[i + step] ? x[i] : x[i + step];
+    return x[0];
+}
+
+INLINE float sum(vec x) {
+    for (int step = LANES / 2; step; step /= 2)
+        for (int i = 0; i < step; i++) x[i] += x[i + step];
+    return x[0];
+}
+#endif
 
 /* Masks of lanes: `between` is of those from `low` on, below `high`; `pack` writes those of a vector side by side and
  * returns how many, and may write LANES beyond them. */
@@ -80,8 +94,9 @@ INLINE vec larger(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b
 #else
 typedef ivec Mask;
 INLINE int any(Mask mask) {
-    any_vec bits = (any_vec)mask;
-    return ((bits[0] | bits[1]) | (bits[2] | bits[3]) | (bits[4] | bits[5]) | (bits[6] | bits[7])) != 0;
+    int bits = 0;
+    for (int lane = 0; lane < LANES; lane++) bits |= mask[lane];
+    return bits != 0;
 }
 INLINE Mask unordered(vec a, vec b) { return (a != a) | (b != b); }
 INLINE Mask between(vec x, float low, float high) { return (x >= splat(low)) & (x < splat(high)); }
@@ -108,7 +123,9 @@ INLINE void add(Total *total, vec x) {
 
 INLINE double sum_up(const Total *total) {
     wide_vec x = total->low + total->high;
-    return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+    for (int step = LANES / 4; step; step /= 2)
+        for (int i = 0; i < step; i++) x[i] += x[i + step];
+    return x[0];
 }
 
 /* Read a run's logits in fp32, -inf beyond the vocabulary. */
@@ -148,10 +165,11 @@ static float scan(const Row *row, Room room) {
         vec x[PARTS];
         fetch(row->logits, row->half, run + AHEAD);
         read_run(row, run, x);
-        broken |= unordered(x[0], x[1]) | unordered(x[2], x[3]);
-        vec most = larger(larger(x[0], x[1]), larger(x[2], x[3]));
-        best = larger(most, best);
-        room.peaks[run] = largest(most);
+        for (int i = 0; i < PARTS; i += 2) broken |= unordered(x[i], x[i + 1]);
+        for (int step = 1; step < PARTS; step *= 2)
+            for (int i = 0; i < PARTS; i += 2 * step) x[i] = larger(x[i], x[i + step]);
+        best = larger(x[0], best);
+        room.peaks[run] = largest(x[0]);
     }
     for (int64_t run = row->runs; run < whole(row->runs); run++) room.peaks[run] = -INFINITY;
     return any(broken) ? NAN : largest(best);

@@ -271,7 +271,7 @@ static float nucleus(const Row *row, Room room, float most, float least, float t
 }
 
 /* Return the least logit that may be drawn. */
-static float threshold(const Row *row, Room room, float most, float log_min_p, int64_t top_k, float top_p) {
+INLINE float threshold(const Row *row, Room room, float most, float log_min_p, int64_t top_k, float top_p) {
     const float temperature = row->temperature;
     float scaled = most / temperature + log_min_p;
     float least = before_division(scaled, temperature);
