@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from ctypes import c_float, c_int64, c_void_p
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from typing_extensions import override
 
 from engine.attention.base import AttentionSpec, Ints, LayerCache, PagedAttention, StepLayout, StepTensors, cut
 from engine.kernels.native import LANES, heads_address, native_library, why_not_native
+
+logger = logging.getLogger(__name__)
 
 SIDE = 16  # rows that the matrix unit of a CPU takes at most
 PART_HEADS = 12  # of those that share the one key of a latent cache: the others may be another thread's
@@ -72,10 +75,12 @@ class NativeAttention(PagedAttention):
     @classmethod
     def create(cls, spec: AttentionSpec) -> NativeAttention | None:
         """Return the backend, or None where it cannot be compiled."""
-        library = native_library(spec.head_dim, spec.dtype, spec.block_size, spec.latent)
-        if library is None or not library.may_attend():
-            return None
-        return cls(spec, library, torch.get_num_threads())
+        sizes = spec.head_dim, spec.dtype, spec.block_size, spec.latent
+        library = native_library(*sizes)
+        if library is not None and not library.may_attend():
+            logger.warning("the kernel does not let this process use AMX: attention in bfloat16 is slower")
+            library = native_library(*sizes, matrix_unit=False)
+        return None if library is None else cls(spec, library, torch.get_num_threads())
 
     @override
     def prepare(self, step: StepTensors) -> _Metadata:

@@ -2,7 +2,7 @@
  *
  * Compiled when a model is loaded, for this machine and for the model's HEAD_DIM, BLOCK (tokens per cache block, a
  * multiple of 16) and dtype (BF16: 1 or 0), and LATENT, the first features of a key that are its value (MLA), 0 where
- * values are apart.
+ * values are apart; AMX: whether the matrix unit may be used where there is one.
  *
  * Keys are taken in pieces of PIECE tokens, counted from the first token of the sequence. Each piece has a softmax of
  * its own, and the pieces are put together in their order, as in FlashAttention (arXiv:2205.14135). Everything is summed
@@ -53,7 +53,7 @@ typedef struct {
 INLINE int larger(int a, int b) { return a > b ? a : b; }
 INLINE int smaller(int a, int b) { return a < b ? a : b; }
 
-#if BF16 && !LATENT && HEAD_DIM % 32 == 0 && defined(__AMX_BF16__)
+#if AMX && BF16 && !LATENT && HEAD_DIM % 32 == 0 && defined(__AMX_BF16__)
 #define TILES 1
 #include "tiles.h"
 #else

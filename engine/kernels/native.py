@@ -116,12 +116,16 @@ NAMES = (
 )
 
 
-def native_library(head_dim: int, dtype: torch.dtype, block_size: int = LANES, latent: int = 0) -> ctypes.CDLL | None:
+def native_library(
+    head_dim: int, dtype: torch.dtype, block_size: int = LANES, latent: int = 0, matrix_unit: bool = True
+) -> ctypes.CDLL | None:
     """Return the library for these sizes, or None where it cannot be compiled.
 
-    block_size: a multiple of 16. latent: as of `AttentionSpec`, a multiple of 16.
+    block_size: a multiple of 16. latent: as of `AttentionSpec`, a multiple of 16. matrix_unit: whether attention may
+    use the CPU's, if it has one; Linux must allow it (`may_attend`).
     """
     macros = {"HEAD_DIM": head_dim, "BLOCK": block_size, "BF16": int(dtype is torch.bfloat16), "LATENT": latent}
+    macros["AMX"] = int(matrix_unit)
     library = load_library(SOURCES, macros)
     if library is not None:
         library.rms_norm.argtypes = (c_void_p,) * 4 + (c_int64, c_int64, c_float, c_int64)

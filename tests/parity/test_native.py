@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.attention import native as attention
 from engine.attention.base import LayerCache
 from engine.attention.native import NativeAttention, why_not_native_attention
 from engine.attention.select import select_backend
@@ -172,6 +173,25 @@ def test_a_cpu_that_has_less_attends_as_well(dtype, isa, monkeypatch):
     cache = Cache(NativeAttention.create(s))
     for start, count in ((0, 1), (1, 50), (51, 39)):
         assert torch.equal(cache.run([(0, qkv)], [count], [start], 40)[0], whole[start : start + count])
+
+
+@needs_compiler
+def test_a_matrix_unit_that_may_not_be_used_is_done_without(monkeypatch):
+    made = attention.native_library
+
+    def forbidden(*sizes, matrix_unit=True):
+        library = made(*sizes, matrix_unit=matrix_unit)
+        if matrix_unit:
+            monkeypatch.setattr(library, "may_attend", lambda: 0)
+        return library
+
+    monkeypatch.setattr(attention, "native_library", forbidden)
+    s = spec(dtype=torch.bfloat16, head_dim=64, num_heads=6, num_kv_heads=2)
+    backend = NativeAttention.create(s)
+    assert backend._library.best_rows() == 24, "rows of vectors, not of tiles"
+    qkv = tokens(s, 90, 0)
+    found = Cache(backend).run([(0, qkv)], [90], [0])[0]
+    torch.testing.assert_close(found.double(), definition(s, qkv, 0), rtol=1e-2, atol=1e-2)
 
 
 def test_a_cpu_that_this_one_is_not_is_refused_by_name(monkeypatch):
