@@ -148,6 +148,12 @@ class ServeProxy:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
+        self._open: dict[_Hop, None] = {}  # in the order in which they began
+
+    def died(self) -> None:
+        """Have routers hear that it is dead."""
+        for hop in self._open:
+            hop.hang_up()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one exchange on."""
@@ -155,7 +161,12 @@ class ServeProxy:
             await self._fleet.serve.changed_or(0.25)
         life = min(self._fleet.routers.values(), key=lambda one: one.asked)
         life.asked += 1
-        await _Hop(life).run(scope, receive, send)
+        hop = _Hop(life)
+        self._open[hop] = None
+        try:
+            await hop.run(scope, receive, send)
+        finally:
+            del self._open[hop]
 
 
 class _Hop:
@@ -165,6 +176,10 @@ class _Hop:
         self._life = life
         self._asked: asyncio.Queue[Message] = asyncio.Queue()
         self._said: asyncio.Queue[Message | None] = asyncio.Queue()
+
+    def hang_up(self) -> None:
+        """Tell the router that nobody waits."""
+        self._asked.put_nowait({"type": "http.disconnect"})
 
     async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
         own = {**scope, "headers": list(scope["headers"]), "state": {}}

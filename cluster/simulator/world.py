@@ -16,7 +16,7 @@ from cluster.openai.served_model import ServedModel
 from cluster.simulator import checks
 from cluster.simulator.answers import GONE, WHOLE, Answer, Scene
 from cluster.simulator.clients import HttpClient, ServeProxy, ask_dispatcher
-from cluster.simulator.fleet import Fleet
+from cluster.simulator.fleet import NOTICE, Fleet
 from cluster.simulator.history import (
     Arrive,
     Cut,
@@ -59,6 +59,7 @@ class World(Scene):
         super().__init__(history, Fleet(history, loop, record, model), [], [])
         self.loop = loop
         self.holder: SimulatedProcess
+        self.proxy: ServeProxy
         self.guard: RouterLossGuard
 
     async def run(self) -> None:
@@ -100,7 +101,8 @@ class World(Scene):
 
     def _start_holder(self) -> None:
         self.holder = self.fleet.new_process("holder")
-        self.guard = self.holder.call(RouterLossGuard, ServeProxy(self.fleet), self.loop.time)
+        self.proxy = ServeProxy(self.fleet)
+        self.guard = self.holder.call(RouterLossGuard, self.proxy, self.loop.time)
 
     def _apply(self, event: Event) -> None:
         match event:
@@ -174,6 +176,7 @@ class World(Scene):
 
     def _kill_holder(self) -> None:
         self.holder.kill()
+        self.fleet.after(NOTICE, self.proxy.died)
         for answer in self.answers:
             if not answer.ends:
                 self.end(answer, GONE)

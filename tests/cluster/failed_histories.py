@@ -116,4 +116,18 @@ FAILED: dict[str, History] = {
             LetGo(at=1.9867, process="router-1"),
         ),
     ),
+    "a proxy died, and a request that waited for a replica of its model was counted on; now its router hears of it": (
+        History(
+            seed=3014824,
+            routers=1,
+            replicas=1,
+            ingress=True,
+            events=(
+                Arrive(at=0.0314, seed=916986817, prompt=2, tokens=24, router=2),
+                Kill(at=0.0625, process="holder", back=0.05),
+                Drain(at=0.0686, process="replica-0", back=0.5, version=2),
+                Stop(at=0.3126, process="replica-0", seconds=4.0),
+            ),
+        )
+    ),
 }
