@@ -50,6 +50,24 @@ class _Passed:
                 self.end = (self.end + chunk)[-KEPT:]
 
 
+class _HeldSignals:
+    """Keeps SIGINT and SIGTERM back while a process is started: nobody has its number yet, to end it by."""
+
+    def __init__(self) -> None:
+        self._came: list[int] = []
+        self._before = {}
+        if threading.current_thread() is threading.main_thread():  # no other hears of signals
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, lambda number, _: self._came.append(number))
+
+    def release(self) -> None:
+        """Let them through, also those that came."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        for number in self._came:
+            signal.raise_signal(number)
+
+
 def run_group(command: Sequence[str], timeout: float | None) -> Ended:
     """Run a command and return how it ended. Whatever ends the wait ends the command too, with all that it started.
 
@@ -57,11 +75,16 @@ def run_group(command: Sequence[str], timeout: float | None) -> Ended:
     """
     # Nothing is fetched, so nothing need be waited for where there is no network.
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(command, start_new_session=True, env=environment, stderr=subprocess.PIPE)
-    passed = _Passed()
+    passed, held = _Passed(), _HeldSignals()
+    try:
+        process = subprocess.Popen(command, start_new_session=True, env=environment, stderr=subprocess.PIPE)
+    except BaseException:
+        held.release()
+        raise
     reader = threading.Thread(target=passed.pass_on, args=(process.stderr,), daemon=True)
     reader.start()
     try:
+        held.release()
         process.wait(timeout)
     finally:
         with contextlib.suppress(ProcessLookupError):  # nothing of it is left
