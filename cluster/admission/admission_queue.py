@@ -24,7 +24,7 @@ from engine.errors import ConfigError
 from engine.request import Request
 
 _LAST_WAIT = 1.0  # seconds that one has at least for a replica that is let in, if it came while there was one
-_CHECK_AGAIN = 0.5  # seconds after which the bounds are asked anew while requests wait: replicas come and go
+_CHECK_AGAIN = 0.2  # seconds after which the bounds are asked anew while requests wait: replicas come and go
 _LONGEST_RETRY = 600  # seconds
 
 

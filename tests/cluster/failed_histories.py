@@ -130,4 +130,20 @@ FAILED: dict[str, History] = {
             ),
         )
     ),
+    "a replica had come back, and who stood in line was let in half a second later; now within 0.2 s": History(
+        seed=6004522,
+        routers=2,
+        replicas=2,
+        ingress=True,
+        seats=3,
+        events=(
+            Arrive(at=0.0757, seed=536351083, prompt=2, tokens=1, router=1),
+            Partition(at=0.2215, router="router-0", replica="replica-1", seconds=4.0),
+            Kill(at=0.2312, process="replica-0", back=1.0),
+            Arrive(at=0.793, seed=615266087, prompt=2, tokens=1, router=1, stream=False),
+            Arrive(at=0.9609, seed=90325882, prompt=2, tokens=1, choices=2, router=1, stream=False),
+            Arrive(at=1.0919, seed=830446793, prompt=20, tokens=6),
+            Arrive(at=1.1306, seed=828032886, prompt=2, tokens=1, router=1),
+        ),
+    ),
 }
