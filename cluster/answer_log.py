@@ -135,11 +135,14 @@ class AnswerLog:
         """Whether the ingress may have asked another router: this one was silent for long, or has let go."""
         return self._let_go or self._was_silent or self._is_silent(asyncio.get_running_loop().time())
 
-    def spoke(self) -> None:
-        """Take note that the ingress hears something of this router, from now on again and again."""
+    def spoke(self, since: float | None = None) -> None:
+        """Take note that the ingress hears something of this router, from now on again and again.
+
+        since: when it may have sent a request that it has heard nothing of, on the event loop's clock; None = it has.
+        """
         now = asyncio.get_running_loop().time()
         self._was_silent |= self._is_silent(now)
-        self._spoke_at = now
+        self._spoke_at = now if since is None else since
 
     def let_go(self) -> None:
         """Take note that the ingress has to ask another router, which goes on with the answer."""

@@ -42,6 +42,7 @@ class IngressCheck:
         self._app = app
         self._router_wait = router_wait
         self._beats = _Beats()
+        self._stalls = _Stalls()
         self._warned = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,6 +66,7 @@ class IngressCheck:
     async def _told(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Have the guard told what another router needs to go on with the answer."""
         answer_log = scope.setdefault("state", {})[ANSWER_LOG] = AnswerLog.of(scope)
+        answer_log.spoke(since=self._stalls.began())
         teller = _Teller(answer_log, send, self._router_wait)
         with self._beats.of(teller):
             await self._app(scope, receive, teller.send)
@@ -78,7 +80,6 @@ class _Teller:
         self._send = send
         self._first = {ROUTER_WAIT: router_wait}
         self._silent = 0.0  # seconds without a word, as `beat` counts them
-        answer_log.spoke()
 
     async def send(self, message: Message) -> None:
         """Pass a message on, and what is to be kept with it."""
@@ -129,6 +130,31 @@ class _Beats:
                     log.exception("an ingress could not be told that its router lives")
                     self._tellers.discard(teller)
         self._beating = None
+
+
+class _Stalls:
+    """When the router last stood still. What came meanwhile is read at once afterwards, and may be that old."""
+
+    def __init__(self) -> None:
+        self._looked: float | None = None
+        self._began = self._ended = float("-inf")
+
+    def began(self) -> float:
+        """Return when an exchange that begins now may have been sent: in a stall that has just ended, else now."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        if self._looked is None:
+            self._look(loop)
+        elif now - self._looked >= 2 * BEAT:  # the look that is late has not come yet
+            return self._looked
+        return self._began if now - self._ended < BEAT else now
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = loop.time()
+        if self._looked is not None and now - self._looked >= 2 * BEAT:
+            self._began, self._ended = self._looked, now
+        self._looked = now
+        loop.call_later(BEAT, self._look, loop)
 
 
 class _SendWindow:

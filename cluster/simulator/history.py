@@ -238,12 +238,10 @@ def _fault(rng: Random, at: float, routers: int, replicas: int, ingress: bool) -
     seconds = rng.choice((0.1, 0.6, 2.0, 4.0, 8.0))
     died = rng.choice((replica, router)), back, rng.random() < 0.3
     held = "holder" if ingress else replica
-    # A router that stands still for just as long as makes its ingress leave it may charge what the next one charges.
-    still = 8.0 if either == router and seconds == 4.0 else seconds
     # Each as often as it stands here.
     makes: list[Callable[[], Event]] = [
         *5 * [lambda: Kill(at, *died)],
-        *2 * [lambda: Stop(at, either, still)],
+        *2 * [lambda: Stop(at, either, seconds)],
         lambda: Leap(at, either, rng.choice((0.5, 5.0, 40.0))),
         *3 * [lambda: Cut(at, router, replica)],
         *3 * [lambda: Partition(at, router, replica, seconds)],

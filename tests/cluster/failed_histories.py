@@ -146,4 +146,16 @@ FAILED: dict[str, History] = {
             Arrive(at=1.1306, seed=828032886, prompt=2, tokens=1, router=1),
         ),
     ),
+    "a router stood still, and was asked meanwhile; it charged what it read afterwards, as the next one did": History(
+        seed=977108346904,
+        routers=1,
+        replicas=1,
+        ingress=True,
+        seats=3,
+        events=(
+            Arrive(at=1.4928, seed=507140095, prompt=2, tokens=1, router=1),
+            Stop(at=1.9345, process="router-0", seconds=8.0),
+            Arrive(at=4.9598, seed=416877762, prompt=2, tokens=3, stream=False),
+        ),
+    ),
 }
