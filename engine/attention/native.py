@@ -70,6 +70,7 @@ class NativeAttention(PagedAttention):
         self._threads = threads
         self._parts, self._group = _parts(spec)
         self._tile = max(1, library.best_rows() // self._group)
+        self._piece = library.piece_size()
         self._scratch = torch.empty(0)
 
     @classmethod
@@ -90,7 +91,7 @@ class NativeAttention(PagedAttention):
         if len(self._scratch) < self._threads * room:
             self._scratch = torch.empty(self._threads * room)
         threads = self._team(step.layout)
-        pieces = -(-int(step.layout.seq_lens.max(initial=0)) // self._library.piece_size())
+        pieces = -(-int(step.layout.seq_lens.max(initial=0)) // self._piece)
         parts: Tensor | None = None
         if (
             pieces > 1 and len(tiles) * self._parts < threads

@@ -9,8 +9,8 @@
  * in fp32, in an order that depends on nothing but a query's own position: its result has the same bits in any company,
  * chunk of a prompt, tile or thread, also where the pieces of one query are different threads' (arXiv:2311.01282).
  *
- * A cache block holds, for each KV head, keys as [HEAD_DIM][BLOCK], so that one vector is one feature of 16 tokens,
- * or values as [BLOCK][HEAD_DIM]. With LATENT there is one KV head and there are no values.
+ * A cache block holds, for each KV head, keys by feature and values by token, as rows.h or tiles.h says. With LATENT
+ * there is one KV head and there are no values.
  */
 
 #include <math.h>

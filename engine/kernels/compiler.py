@@ -48,7 +48,7 @@ def chosen_isa() -> str:
     Raises `ConfigError` for what this CPU lacks.
     """
     isa = os.environ.get(ISA_VARIABLE, NATIVE)
-    if isa not in (NATIVE, *isas()):
+    if isa != NATIVE and isa not in isas():
         here = ", ".join((NATIVE, *isas()))
         raise ConfigError(f"{ISA_VARIABLE}={isa}: this CPU is none, or it is not known; use {here}", ISA_VARIABLE)
     return isa

@@ -1,6 +1,6 @@
 /* Scores and weighted sums of attention in vectors of floats, for any CPU and dtype. Included by attention.c.
  *
- * Keys lie as [HEAD_DIM][BLOCK], values as [BLOCK][HEAD_DIM].
+ * Keys lie as [HEAD_DIM][BLOCK], so that one vector is one feature of neighbouring tokens, values as [BLOCK][HEAD_DIM].
  */
 
 #define MAX_ROWS 6 /* rows that are summed at a time */
@@ -60,7 +60,7 @@ INLINE vec from_to(vec x, int first, int last) {
 }
 
 /* out [rows][LATENT] = weights [rows][stride] times the values of all tokens in the span, which are the first features
- * of the keys: a vector is one feature of 16 tokens, and its lanes are summed at the end */
+ * of the keys: a vector is one feature of several tokens, and its lanes are summed at the end */
 INLINE void mix_rows(const int rows, const float *weights, long stride, const elem *keys, long heads, Span span,
                      float *out) {
     for (int d = 0; d < LATENT; d += FEATURES) {

@@ -40,6 +40,7 @@ DRAWING = (
     "engine/kernels/thresholds.h",
     "engine/kernels/triton_draw.py",
     "engine/kernels/triton_sampler.py",
+    "engine/kernels/vectors.h",
     "engine/sampling/logit_rules.py",
     "engine/sampling/sampler.py",
     "engine/sampling/parameter_table.py",

@@ -7,6 +7,8 @@ import torch
 from hypothesis import strategies as st
 
 from engine.sampling.gumbel import RUN, Draws, row_keys
+from tests.engine.sampling.test_logit_rules import bits_of
+from tests.engine.sampling.test_sampler import random_logits
 from tests.parity.stepping import sampling
 
 PARAMETERS = {
@@ -15,8 +17,6 @@ PARAMETERS = {
     "top_p": st.sampled_from([1.0, 1.0, 5e-324, 1e-6, 0.1, 0.5, 0.9, 0.999]),
     "min_p": st.sampled_from([0.0, 0.0, 5e-324, 0.01, 0.3, 1.0]),
 }
-
-
 VOCABULARIES = (1, 2, 50, 64, 65, 130, 321)
 
 
@@ -34,6 +34,17 @@ def batches(draw, vocabularies=VOCABULARIES):
     values = {name: [draw(kind) for _ in range(rows)] for name, kind in PARAMETERS.items()}
     values["seeds"] = random.integers(-(2**63), 2**63 - 1, rows)
     return torch.from_numpy(logits.astype(np.float32)), sampling(rows, positions=np.arange(rows), **values)
+
+
+def ruled():
+    """Return logits of 100 ids and inputs with every kind of rule: row 0 must be 17, rows 3 and 4 have none left."""
+    logits = torch.stack([random_logits(100, seed) for seed in range(6)])
+    inputs = sampling(6, temperature=[0, 1, 1, 0, 1, 1], top_k=[0, 0, 3, 0, 0, 5], num_logprobs=2)
+    inputs.allowed = {1: np.array([5, 64, 99], np.int32), 4: np.array([7], np.int32)}
+    inputs.forbidden = {4: (7,), 5: (1, 2)}
+    inputs.biases = {0: (np.array([17], np.int32), np.array([100], np.float32))}
+    inputs.masks = lambda: (np.array([2, 3], np.int32), np.stack([bits_of([0, 31, 32, 98]), bits_of([])]))
+    return logits, inputs
 
 
 def draws_of(inputs):

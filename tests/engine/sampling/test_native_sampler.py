@@ -14,7 +14,7 @@ from engine.kernels.native_sampler import NativeDraws, draw_library
 from engine.kernels.select import select_draws
 from engine.sampling.gumbel import RUN
 from engine.sampling.sampler import FAILED, STUCK, sample, score
-from tests.engine.sampling.batches import VOCABULARIES, batches, draws_of, shares_of
+from tests.engine.sampling.batches import VOCABULARIES, batches, draws_of, ruled, shares_of
 from tests.engine.sampling.test_logit_rules import bits_of
 from tests.engine.sampling.test_sampler import allowed, chi_square_fits, random_logits
 from tests.engine.thread_group import on_ranks
@@ -161,12 +161,7 @@ def test_a_poisoned_row_is_named_and_disturbs_nobody(vocab, poison, values):
 
 
 def test_rules_and_masks_hold_and_a_row_without_a_token_is_stuck():
-    logits = torch.stack([random_logits(100, seed) for seed in range(6)])
-    inputs = sampling(6, temperature=[0, 1, 1, 0, 1, 1], top_k=[0, 0, 3, 0, 0, 5], num_logprobs=2)
-    inputs.allowed = {1: np.array([5, 64, 99], np.int32), 4: np.array([7], np.int32)}
-    inputs.forbidden = {4: (7,), 5: (1, 2)}
-    inputs.biases = {0: (np.array([17], np.int32), np.array([100], np.float32))}
-    inputs.masks = lambda: (np.array([2, 3], np.int32), np.stack([bits_of([0, 31, 32, 98]), bits_of([])]))
+    logits, inputs = ruled()
     found = agree(logits, inputs)
     assert found[0] == 17
     assert found[3:5].tolist() == [STUCK, STUCK]
