@@ -50,7 +50,7 @@ def chosen_isa() -> str:
     isa = os.environ.get(ISA_VARIABLE, NATIVE)
     if isa != NATIVE and isa not in isas():
         here = ", ".join((NATIVE, *isas()))
-        raise ConfigError(f"{ISA_VARIABLE}={isa}: this CPU is none, or it is not known; use {here}", ISA_VARIABLE)
+        raise ConfigError(f"{ISA_VARIABLE}={isa} is unknown, or this CPU does not have it; use {here}", ISA_VARIABLE)
     return isa
 
 
