@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from ray.serve._private import constants
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.answer_log import ANSWER_LOG, KEEPS, KEPT, NOTE, ROUTER_WAIT, TICK, AnswerLog
+from cluster.answer_log import ANSWER_LOG, KEEPS, KEPT, NOTE, ROUTER_WAIT, SILENCE, TICK, AnswerLog
 from cluster.ingress.attempt import ASKS_TAKEN, TAKEN
 from cluster.ingress.guard import CALLBACK, CALLBACK_VARIABLE, MARK, TELLS_TAKEN, WINDOWED
 from engine.errors import ConfigError
@@ -87,7 +87,7 @@ class _Teller:
         self._log.spoke()
         is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
         if is_last and self._log.may_be_elsewhere:
-            await asyncio.sleep(TAKES_BACK)  # where another router has the request, this one is cancelled here
+            await _taken_back()  # where another router has the request, this one is cancelled here
         note, first, self._first = self._log.take(), self._first, {}
         if note is not None or first:
             message = {**message, **first} if note is None else {**message, **first, KEPT: note}
@@ -100,6 +100,19 @@ class _Teller:
         self._silent += NOTE_AFTER
         if self._silent >= BEAT or (self._silent > NOTE_AFTER and self._log.has_news):
             await self.send({"type": NOTE})
+
+
+async def _taken_back() -> None:
+    """Wait until the ingress would have been heard, had it left this router.
+
+    A wait in which the router stood still is none: it was left meanwhile, and hears of that only now.
+    """
+    loop = asyncio.get_running_loop()
+    took = SILENCE
+    while took >= SILENCE:
+        began = loop.time()
+        await asyncio.sleep(TAKES_BACK)
+        took = loop.time() - began
 
 
 class _Beats:

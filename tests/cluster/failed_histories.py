@@ -5,7 +5,7 @@ Where the name of one has a second part, it says what holds since.
 
 from __future__ import annotations
 
-from cluster.simulator.history import Arrive, Cut, Drain, EngineDies, History, Kill, LetGo, Partition, Stop
+from cluster.simulator.history import Arrive, Cut, Drain, EngineDies, History, Kill, Leap, LetGo, Partition, Stop
 
 FAILED: dict[str, History] = {
     "a request came while the last replica left and others were expected back: 500, a division by zero": History(
@@ -156,6 +156,17 @@ FAILED: dict[str, History] = {
             Arrive(at=1.4928, seed=507140095, prompt=2, tokens=1, router=1),
             Stop(at=1.9345, process="router-0", seconds=8.0),
             Arrive(at=4.9598, seed=416877762, prompt=2, tokens=3, stream=False),
+        ),
+    ),
+    "a router waited to hear whether it was left, stood still in that wait, and charged when it woke": History(
+        seed=30002635,
+        routers=1,
+        replicas=1,
+        ingress=True,
+        events=(
+            Arrive(at=0.3069, seed=46656609, prompt=2, tokens=3, router=1),
+            Leap(at=0.3502, process="router-0", seconds=40.0),
+            Stop(at=0.6983, process="router-0", seconds=8.0),
         ),
     ),
 }
