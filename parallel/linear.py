@@ -44,6 +44,10 @@ class LinearMethod(ABC):
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return `x @ weight.T + bias`; x is [num_tokens, in], the result [num_tokens, out] in x's dtype."""
 
+    def describe(self) -> str:
+        """Return a name that differs where rows are rounded otherwise: of the method, and of what it depends on."""
+        return type(self).__name__
+
     def tensors(self) -> Iterator[Tensor]:
         """Yield all tensors that are kept: on a GPU their memory is taken, and given back elsewhere, by sleep."""
         return (value for value in vars(self).values() if isinstance(value, Tensor))

@@ -37,7 +37,7 @@ TIMEOUT = 60.0  # seconds; one is usual
 
 def isas() -> list[str]:
     """Return the values of `SQUADRON_CPU_ISA` that this CPU can be taken for, `native` not among them."""
-    flags = {flag for line in _processor() for flag in line.split()}
+    flags = {flag for line in processor() for flag in line.split()}
     return [name for name, (_, flag) in ISAS.items() if flag in flags]
 
 
@@ -82,14 +82,14 @@ def load_library(sources: Sequence[str], macros: Mapping[str, int]) -> ctypes.CD
 
 def _load_kept(compiler: str, sources: Sequence[str], macros: Mapping[str, int]) -> ctypes.CDLL | None:
     """Return the library that is kept for this machine, built when there is none; None where none can be kept."""
-    folder = _cache_folder()
+    folder = cache_folder("kernels")
     if folder is None:
         return None
     try:
         library = folder / f"{_fingerprint(compiler, sources, macros)}.so"
         # One that does not load comes of a host with another C library, or was cut short when its host went down.
         with contextlib.suppress(OSError):
-            if _is_private(library):
+            if is_private(library):
                 return ctypes.CDLL(str(library))
         return _build(compiler, sources, macros, library)
     except OSError as error:  # full, or mounted without permission to execute
@@ -144,11 +144,12 @@ def _fingerprint(compiler: str, sources: Sequence[str], macros: Mapping[str, int
     for source in sorted([*(FOLDER / name for name in sources), *FOLDER.glob("*.h")]):
         found.update(source.read_bytes())
     modified = Path(compiler).stat().st_mtime_ns
-    found.update(repr((FLAGS, _machine_flag(), sorted(macros.items()), compiler, modified, _processor())).encode())
+    found.update(repr((FLAGS, _machine_flag(), sorted(macros.items()), compiler, modified, processor())).encode())
     return found.hexdigest()
 
 
-def _processor() -> list[str]:
+def processor() -> list[str]:
+    """Return lines that tell what this CPU is and can, sorted."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
@@ -156,20 +157,20 @@ def _processor() -> list[str]:
     return sorted({line for line in lines if line.startswith(("flags", "Features", "model", "CPU part"))})
 
 
-def _cache_folder() -> Path | None:
-    """Return where libraries are kept, or None where this user has no folder that only he can write to."""
+def cache_folder(name: str) -> Path | None:
+    """Return where what is called so is kept, or None where this user has no folder that only he can write to."""
     try:
-        folder = Path.home() / ".cache" / "squadron" / "kernels"
+        folder = Path.home() / ".cache" / "squadron" / name
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (OSError, RuntimeError):
         return None
-    if not _is_private(folder):
-        logger.warning("%s belongs to or can be written by others: no library is kept or loaded there", folder)
+    if not is_private(folder):
+        logger.warning("%s belongs to or can be written by others: nothing is kept or loaded there", folder)
         return None
     return folder if os.access(folder, os.W_OK) else None
 
 
-def _is_private(path: Path) -> bool:
+def is_private(path: Path) -> bool:
     """Whether this user owns what is there, and no other may write to it: what is loaded from it runs as us."""
     try:
         found = path.stat()

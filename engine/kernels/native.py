@@ -16,7 +16,7 @@ from engine.kernels.compiler import load_library
 from engine.kernels.recurrent import StateRows
 from parallel.linear import LinearMethod
 
-SOURCES = ("attention.c", "elementwise.c", "multiply.c", "multiply8.c", "recurrent.c")
+SOURCES = ("attention.c", "elementwise.c", "multiply.c", "recurrent.c")
 
 WIDE = 64  # outputs of one panel of packed weights, as in multiply.c
 
@@ -35,11 +35,12 @@ class NativeLinear(LinearMethod):
         self._address = self._packed.data_ptr()
         self._multiply = library.multiply
         self._threads = threads
+        self._tiles = library.may_multiply_by_tiles()
 
     @staticmethod
     def supports(library: ctypes.CDLL, weight: Tensor) -> bool:
-        """Whether `library` is for this CPU and dtype, and can pack `weight`; bfloat16 inputs are taken in pairs."""
-        return bool(library.multiplies()) and (weight.dtype is not torch.bfloat16 or weight.shape[1] % 2 == 0)
+        """Whether `library` can pack `weight`: inputs may be taken in pairs."""
+        return bool(weight.shape[1] % library.packing_depth() == 0)
 
     @override
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -47,9 +48,13 @@ class NativeLinear(LinearMethod):
         rows = len(x)
         out = x.new_empty(rows, self._outs)
         offsets = None if bias is None else bias.data_ptr()
-        sizes = (rows, self._outs, self._ins, self._threads)
+        sizes = (rows, self._outs, self._ins, self._threads, self._tiles)
         self._multiply(x.data_ptr(), x.stride(0), self._address, offsets, out.data_ptr(), *sizes)
         return out
+
+    @override
+    def describe(self) -> str:
+        return f"NativeLinear {self._outs}x{self._ins}{' by tiles' if self._tiles else ''}"
 
 
 class NativeInt8Linear(LinearMethod):
@@ -71,18 +76,19 @@ class NativeInt8Linear(LinearMethod):
         self._addresses = self._packed.data_ptr(), self._scales.data_ptr()
         self._multiply = library.multiply8
         self._threads = threads
+        self._tiles = library.may_multiply_by_tiles()
 
     @staticmethod
-    def supports(library: ctypes.CDLL, weight: Tensor, dtype: torch.dtype) -> bool:
-        """Whether `library` is for this CPU, and can pack int8 `weight` for activations of `dtype`."""
-        return bool(library.multiplies()) and (dtype is not torch.bfloat16 or weight.shape[1] % 2 == 0)
+    def supports(library: ctypes.CDLL, weight: Tensor) -> bool:
+        """Whether `library` can pack int8 `weight`: inputs may be taken in pairs."""
+        return bool(weight.shape[1] % library.packing_depth() == 0)
 
     @override
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         _check(x, self._ins, self._dtype)
         out = x.new_empty(len(x), self._outs)
         offsets = None if bias is None else bias.data_ptr()
-        sizes = (len(x), self._outs, self._ins, self._threads)
+        sizes = (len(x), self._outs, self._ins, self._threads, self._tiles)
         self._multiply(x.data_ptr(), x.stride(0), *self._addresses, offsets, out.data_ptr(), *sizes)
         return out
 
@@ -121,8 +127,8 @@ def native_library(
 ) -> ctypes.CDLL | None:
     """Return the library for these sizes, or None where it cannot be compiled.
 
-    block_size: a multiple of 16. latent: as of `AttentionSpec`, a multiple of 16. matrix_unit: whether attention may
-    use the CPU's, if it has one; Linux must allow it (`may_attend`).
+    block_size: a multiple of 16. latent: as of `AttentionSpec`, a multiple of 16. matrix_unit: whether the
+    CPU's may be used, if it has one; Linux must allow it (`may_attend`, `may_multiply_by_tiles`).
     """
     macros = {"HEAD_DIM": head_dim, "BLOCK": block_size, "BF16": int(dtype is torch.bfloat16), "LATENT": latent}
     macros["AMX"] = int(matrix_unit)
@@ -137,16 +143,17 @@ def native_library(
         )
         library.room_of.argtypes = library.part_of.argtypes = (c_int64,)
         library.best_rows.argtypes = library.may_attend.argtypes = ()
+        library.packing_depth.argtypes = library.may_multiply_by_tiles.argtypes = ()
         library.pack.argtypes = (c_void_p,) * 2 + (c_int64,) * 2
-        library.multiply.argtypes = (c_void_p, c_int64, *(c_void_p,) * 3, *(c_int64,) * 4)
+        library.multiply.argtypes = (c_void_p, c_int64, *(c_void_p,) * 3, *(c_int64,) * 4, c_int)
         library.pack8.argtypes = (c_void_p,) * 2 + (c_int64,) * 2
-        library.multiply8.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, *(c_int64,) * 4)
+        library.multiply8.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, *(c_int64,) * 4, c_int)
         library.short_conv.argtypes = (c_void_p, c_int64, *(c_void_p,) * 7, *(c_int64,) * 5)
         library.unit_heads.argtypes = (c_void_p, c_int64, c_void_p, *(c_int64,) * 3, c_float, c_float, c_int64)
         library.outer_product_state.argtypes = (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 7, *(c_int64,) * 7)
         for name in NAMES:
             getattr(library, name).restype = None
-        for name in ("room_of", "part_of", "best_rows", "piece_size"):
+        for name in ("room_of", "part_of", "best_rows", "piece_size", "packing_depth"):
             getattr(library, name).restype = c_int64
     return library
 
@@ -181,7 +188,7 @@ class NativeKernels(TorchKernels):
 
     @override
     def int8_linear(self, weight: Tensor, scale: Tensor) -> LinearMethod | None:
-        if not NativeInt8Linear.supports(self._library, weight, self._dtype):
+        if not NativeInt8Linear.supports(self._library, weight):
             return None
         return NativeInt8Linear(self._library, weight, scale, self._dtype, self._threads)
 

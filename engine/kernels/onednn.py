@@ -30,7 +30,7 @@ Shape = tuple[int, int, torch.dtype]  # out, in, dtype
 class PackedLinear(LinearMethod):
     """The weight reordered once into oneDNN's blocked layout (CPU); it does not keep the weight it was made from.
 
-    For CPUs and dtypes that the engine's compiled products are not written for, and where there is no compiler.
+    For shapes where it is faster than the engine's compiled products, and where there is no compiler.
 
     A row's bits must not depend on its company. oneDNN sums each row in the same order however many rows there are,
     but for two cases, which `OneDNN` finds by trying: a single row of a wide input, multiplied
@@ -44,6 +44,7 @@ class PackedLinear(LinearMethod):
     def __init__(self, weight: Tensor) -> None:
         self.pairs_single_row = False
         self.row_counts: tuple[int, ...] = ()  # any number where empty
+        self._shape = tuple(weight.shape)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKING_ROWS)
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
@@ -63,6 +64,10 @@ class PackedLinear(LinearMethod):
         if self.pairs_single_row and x.shape[0] == 1:
             return self._product(x.repeat(2, 1), bias)[:1]
         return self._product(x, bias)
+
+    @override
+    def describe(self) -> str:
+        return "PackedLinear {}x{}".format(*self._shape)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._multiply(x, self._packed, bias, "none", [], "")

@@ -8,18 +8,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.kernels.base import Kernels
-from engine.kernels.onednn import OneDNN
+from engine.kernels.onednn import OneDNN, PackedLinear
+from engine.kernels.product_choice import ProductChoice
 from engine.layers.base import Names, checkpoint_names, is_transposed
 from engine.quantization.config import QuantizationSpec
 from engine.quantization.fp8 import LEAST_CAPABILITY, Fp8Linear
 from engine.quantization.int8 import Int8Linear
 from engine.quantization.method import QuantizedLinear
-from parallel.linear import ParallelLinear, PlainLinear
+from parallel.linear import LinearMethod, ParallelLinear, PlainLinear
 
 logger = logging.getLogger(__name__)
 
@@ -105,21 +106,18 @@ def choose_products(model: nn.Module, kernels: Kernels) -> None:
     """Let each linear layer multiply by the best that there is for its weight, and free weights that this replaces.
 
     Call once, after the weights are loaded and torch's thread count is set. On a CPU plain weights are packed: by
-    `kernels`, else for oneDNN where that is possible.
-
-    The rule needs no measurement: packed was ahead on all CPUs tried, from level to 2.5 times as fast, but for a
-    tenth lost at one row on one of them. A measurement errs by more on a busy machine, and replicas that chose
-    differently would round differently.
+    `kernels` or for oneDNN, whichever is faster for the shape on this machine. torch's plain products are for what
+    neither can pack: in them a row's bits depend on how many there are.
     """
     owners = Counter(id(weight) for part in model.modules() for weight in part._parameters.values())
-    one_dnn = OneDNN()
+    packing = _Packing(kernels)
     linear = [layer for layer in model.modules() if isinstance(layer, ParallelLinear)]
     for layer in linear:
         weight, method = layer.weight, layer.method
         if isinstance(method, QuantizedLinear):
             method.use_kernels(layer, kernels)
         elif isinstance(method, PlainLinear) and weight.device.type == "cpu":
-            packed = kernels.linear(weight) or one_dnn.pack(weight)
+            packed = packing.of(weight)
             if packed is not None:
                 layer.method = packed
                 # An embedding tied to an output head still looks its rows up in the plain weight.
@@ -128,6 +126,25 @@ def choose_products(model: nn.Module, kernels: Kernels) -> None:
     if linear:
         methods = Counter(type(layer.method).__name__ for layer in linear)
         logger.info("products: %s", ", ".join(f"{count} by {name}" for name, count in sorted(methods.items())))
+
+
+class _Packing:
+    """Packs plain weights on a CPU, each in the way that is the fastest for its shape."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._one_dnn = OneDNN()
+        self._choices: dict[torch.dtype, ProductChoice] = {}
+
+    def of(self, weight: Tensor) -> LinearMethod | None:
+        """Return what multiplies by `weight`, None where it cannot be packed."""
+        ours = self._kernels.linear(weight)
+        if ours is None or not PackedLinear.supports(weight):
+            return ours or self._one_dnn.pack(weight)
+        choice = self._choices.setdefault(weight.dtype, ProductChoice(weight.dtype))
+        # PackedLinear alone takes as long as oneDNN does: less than what keeps a row's bits from depending on others.
+        ways = {"ours": self._kernels.linear, "oneDNN": PackedLinear}
+        return ours if choice.fastest(weight, ways) == "ours" else self._one_dnn.pack(weight)
 
 
 def _linear_layers(layers: nn.Module, prefix: str) -> Iterator[tuple[str, ParallelLinear]]:

@@ -7,7 +7,6 @@ depend on what else is in its step.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -50,7 +49,7 @@ def arithmetic_of(
         "attention": attention,
         "sampling": sampling,
         "kernels": ", ".join(sorted(kernels)),
-        "products": ", ".join(sorted(Counter(type(layer.method).__name__ for layer in layers))),
+        "products": ", ".join(sorted({layer.method.describe() for layer in layers})),
         "kv_cache_dtype": config.kv_cache_dtype,
         "batch_invariant": str(config.batch_invariant),
     }

@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kernels import compiler
 from engine.kernels.base import TorchKernels
-from engine.kernels.native import SOURCES, NativeKernels
+from engine.kernels.native import SOURCES, NativeKernels, native_library
 from engine.kernels.select import select_kernels
 from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup
@@ -25,8 +25,15 @@ from tests.parity.test_native_attention import CPU, DTYPES, Cache, needs_compile
 from tests.parity.tiny_models import CONFIGS, check_against, make, prompts
 
 
+@pytest.fixture(params=[compiler.NATIVE, *compiler.isas()])
+def isa(request, monkeypatch):
+    """Have kernels use what a CPU has that this one can be taken for."""
+    monkeypatch.setenv(compiler.ISA_VARIABLE, request.param)
+    return request.param
+
+
 @pytest.fixture(params=DTYPES, ids=str)
-def kernels(request):
+def kernels(request, isa):
     found = select_kernels(64, request.param, CPU)
     if not isinstance(found, NativeKernels):
         pytest.skip("no C compiler on this machine")
@@ -38,14 +45,12 @@ def close(found, expected, dtype):
     torch.testing.assert_close(found.double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("outs", "ins"), [(1, 2), (64, 64), (199, 96), (100, 770), (192, 2050)])
+@pytest.mark.parametrize(("outs", "ins"), [(1, 2), (64, 64), (199, 96), (100, 770), (192, 2050), (70, 1568)])
 def test_products_are_torchs(kernels, outs, ins):
     native, dtype = kernels
     weight, bias = torch.randn(outs, ins).to(dtype), torch.randn(outs).to(dtype)
     method = native.linear(weight)
-    if method is None:
-        pytest.skip("products of this dtype are left to oneDNN on this machine")
-    for rows in (0, 1, 2, 5, 6, 13, 256, 257, 600):
+    for rows in (0, 1, 2, 5, 6, 13, 17, 31, 256, 257, 600):
         x = torch.randn(rows, ins).to(dtype)
         for offsets in (None, bias):
             close(method.apply(x, offsets) / ins**0.5, F.linear(x, weight, offsets) / ins**0.5, dtype)
@@ -54,11 +59,9 @@ def test_products_are_torchs(kernels, outs, ins):
 def test_a_product_has_the_same_bits_in_any_company(kernels):
     native, dtype = kernels
     method = native.linear(torch.randn(300, 2048).to(dtype))
-    if method is None:
-        pytest.skip("products of this dtype are left to oneDNN on this machine")
     x = torch.randn(600, 2048).to(dtype)
     together = method.apply(x, None)
-    for rows in (1, 2, 3, 4, 5, 6, 7, 64, 100, 257, 300):
+    for rows in (1, 2, 3, 4, 5, 6, 7, 15, 16, 17, 33, 64, 100, 257, 300):
         assert torch.equal(method.apply(x[299 : 299 + rows], None), together[299 : 299 + rows])
     strided = torch.cat((x, x), dim=1)[:, :2048]
     assert torch.equal(method.apply(strided, None), together)
@@ -68,8 +71,6 @@ def test_a_weight_with_gaps_is_packed_as_what_it_shows(kernels):
     native, dtype = kernels
     weight = torch.randn(2048, 1024).to(dtype)
     method = native.linear(weight.t())
-    if method is None:
-        pytest.skip("products of this dtype are left to oneDNN on this machine")
     x = torch.randn(3, 2048).to(dtype)
     assert torch.equal(method.apply(x, None), native.linear(weight.t().contiguous()).apply(x, None))
 
@@ -77,8 +78,6 @@ def test_a_weight_with_gaps_is_packed_as_what_it_shows(kernels):
 def test_a_product_refuses_what_it_would_read_past_the_end_of(kernels):
     native, dtype = kernels
     method = native.linear(torch.randn(64, 64).to(dtype))
-    if method is None:
-        pytest.skip("products of this dtype are left to oneDNN on this machine")
     for x in (torch.randn(3, 62).to(dtype), torch.randn(3, 64).half(), torch.randn(64, 3).to(dtype).t()):
         with pytest.raises(ValueError, match="64"):
             method.apply(x, None)
@@ -87,8 +86,6 @@ def test_a_product_refuses_what_it_would_read_past_the_end_of(kernels):
 def test_a_nan_or_infinity_stays_in_its_row_of_a_product(kernels):
     native, dtype = kernels
     method = native.linear(torch.randn(100, 64).abs().to(dtype))
-    if method is None:
-        pytest.skip("products of this dtype are left to oneDNN on this machine")
     x = torch.randn(9, 64).to(dtype)
     x[4, 9], x[6, 63] = torch.nan, torch.inf
     out = method.apply(x, None)
@@ -127,11 +124,19 @@ def test_norms_of_other_layouts_and_dtypes_are_left_to_torch(kernels):
     torch.testing.assert_close(found, TorchKernels().rms_norm(double, weight.double(), 1e-5))
 
 
-def test_products_of_another_dtype_or_an_odd_width_are_left_to_others(kernels):
+def test_products_of_another_dtype_are_left_to_others(kernels):
     native, dtype = kernels
-    other = torch.bfloat16 if dtype is torch.float32 else torch.float32
-    assert native.linear(torch.randn(64, 64).to(other)) is None
-    assert native.linear(torch.randn(64, 63).bfloat16()) is None
+    assert native.linear(torch.randn(64, 64).to(torch.bfloat16 if dtype is torch.float32 else torch.float32)) is None
+
+
+def test_an_odd_width_is_left_to_others_where_inputs_are_taken_in_pairs(kernels):
+    native, dtype = kernels
+    weight, x = torch.randn(64, 63).to(dtype), torch.randn(3, 63).to(dtype)
+    method = native.linear(weight)
+    if native_library(64, dtype).packing_depth() == 2:
+        assert method is None
+    else:
+        close(method.apply(x, None), F.linear(x, weight), dtype)
 
 
 @pytest.mark.parametrize("size", [48, 768, 40])  # 40 is left to torch
@@ -179,7 +184,7 @@ def test_heads_of_another_layout_or_dtype_are_refused(kernels):
 
 def test_another_cpu_is_another_library(monkeypatch):
     here = compiler._fingerprint(sys.executable, (), {})
-    monkeypatch.setattr(compiler, "_processor", lambda: ["flags: fpu avx2"])
+    monkeypatch.setattr(compiler, "processor", lambda: ["flags: fpu avx2"])
     assert compiler._fingerprint(sys.executable, (), {}) != here
 
 
@@ -272,7 +277,7 @@ def test_a_large_step_is_taken_in_parts_and_gives_the_same_logits(tmp_path, monk
 
 @pytest.fixture
 def no_cache(monkeypatch):
-    monkeypatch.setattr(compiler, "_cache_folder", lambda: None)
+    monkeypatch.setattr(compiler, "cache_folder", lambda name: None)
 
 
 def test_without_a_compiler_torch_serves(monkeypatch, caplog):
@@ -296,13 +301,13 @@ def test_a_compiler_that_fails_is_quoted_and_torch_serves(monkeypatch, caplog, t
 
 
 @needs_compiler
-def test_without_a_cache_folder_a_library_is_built_for_this_process_alone(no_cache):
+def test_without_acache_folder_a_library_is_built_for_this_process_alone(no_cache):
     assert select_backend("auto", spec()).name == "native"
 
 
 @needs_compiler
 def test_a_library_is_compiled_once(monkeypatch, tmp_path):
-    monkeypatch.setattr(compiler, "_cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(compiler, "cache_folder", lambda name: tmp_path)
     assert NativeAttention.create(spec()) is not None
     built = [(path.name, path.stat().st_mtime_ns) for path in tmp_path.iterdir()]
     assert NativeAttention.create(spec()) is not None
@@ -312,7 +317,7 @@ def test_a_library_is_compiled_once(monkeypatch, tmp_path):
 
 @needs_compiler
 def test_a_library_that_does_not_load_is_built_anew(monkeypatch, tmp_path):
-    monkeypatch.setattr(compiler, "_cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(compiler, "cache_folder", lambda name: tmp_path)
     monkeypatch.setattr(compiler, "_fingerprint", lambda *_: "named")
     library = tmp_path / "named.so"
     library.write_bytes(b"cut short")
@@ -323,7 +328,7 @@ def test_a_library_that_does_not_load_is_built_anew(monkeypatch, tmp_path):
 
 @needs_compiler
 def test_a_library_that_others_could_have_written_is_not_loaded(monkeypatch, tmp_path):
-    monkeypatch.setattr(compiler, "_cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(compiler, "cache_folder", lambda name: tmp_path)
     assert NativeAttention.create(spec(head_dim=16)) is not None
     (library,) = tmp_path.iterdir()
     library.chmod(0o777)
@@ -334,20 +339,20 @@ def test_a_library_that_others_could_have_written_is_not_loaded(monkeypatch, tmp
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o777])
-def test_a_cache_folder_that_others_can_write_to_is_not_used(monkeypatch, tmp_path, caplog, mode):
+def test_acache_folder_that_others_can_write_to_is_not_used(monkeypatch, tmp_path, caplog, mode):
     monkeypatch.setenv("HOME", str(tmp_path))
-    folder = compiler._cache_folder()
+    folder = compiler.cache_folder("kernels")
     assert folder is not None
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(mode)
-    assert compiler._cache_folder() is None
+    assert compiler.cache_folder("kernels") is None
     assert "can be written by others" in caplog.text
 
 
 @needs_compiler
 def test_a_home_that_libraries_cannot_be_run_from_is_passed_over(monkeypatch, tmp_path, caplog):
     caplog.set_level("INFO")
-    monkeypatch.setattr(compiler, "_cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(compiler, "cache_folder", lambda name: tmp_path)
     load = compiler.ctypes.CDLL
 
     def refuse(path):
@@ -389,8 +394,8 @@ def test_complaints_in_any_encoding_are_quoted(monkeypatch, tmp_path, caplog, no
 @needs_compiler
 def test_processes_that_build_at_once_all_get_the_library(tmp_path):
     program = (
-        "from engine.kernels.native import SOURCES, load_library;"
-        "assert load_library(SOURCES, {'HEAD_DIM': 16, 'BLOCK': 16, 'BF16': 0, 'LATENT': 0}).multiplies() in (0, 1)"
+        "from engine.kernels.native import SOURCES, load_library\n"
+        "assert load_library(SOURCES, {'HEAD_DIM': 16, 'BLOCK': 16, 'BF16': 0, 'LATENT': 0}).packing_depth() < 3"
     )
     environment = {**os.environ, "HOME": str(tmp_path)}
     processes = [subprocess.Popen([sys.executable, "-c", program], env=environment) for _ in range(3)]
