@@ -4,9 +4,7 @@ Over TCP each rank is connected with rank 0, which sums, joins and passes on: fo
 what the driver sends ranks on GPUs. Torch's gloo is not used: it takes any caller of a rank's port that names the
 right small number for that rank, and knows no secret.
 
-In shared memory each rank owns a segment with one word and two halves. For its n-th exchange it writes its data into
-half n mod 2, sets the word to n, and waits until every peer's word has reached n; then everybody's data can be read.
-A half is written again only two exchanges later, when every peer has shown by its word that it is done reading.
+How ranks of one host meet in shared memory is told in `exchange`.
 """
 
 from __future__ import annotations
@@ -18,17 +16,18 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from functools import partial
+from ctypes import CDLL
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from parallel.errors import ChannelError, ChannelTimeout
+from parallel.exchange import HALF_BYTES, WORD_BYTES, Exchange, NativeExchange, exchange_library
 from parallel.group import Group, require_contiguous
 from parallel.hub import receive_into, send_all
 from parallel.rendezvous import Notes
-from parallel.shared_memory import Segment, SharedWord, wait_for_change
+from parallel.shared_memory import Segment
 
 logger = logging.getLogger(__name__)
 
@@ -180,53 +179,47 @@ def _memory(x: Tensor) -> memoryview:
     return x.detach().view(-1).view(torch.uint8).numpy().data if x.numel() else memoryview(b"")
 
 
-HALF_BYTES = 1 << 18  # larger tensors go in several exchanges
-SPIN = 50e-6  # seconds of looking before parking: ranks that share the work arrive close together
-_WORD_BYTES = 64  # a cache line
-_SIGNS = slice(32, 48)  # for each half, what its exchange is of
 _TOKEN = slice(16, 32)  # random bytes that distinguish a rank's segment from one of the same name on another host
-_SUMMED, _JOINED = 0, 1  # kinds of exchange
 _NONE = "none"  # what a rank without a segment sends the others
-_MASK = 2**32 - 1
 
 
 class HostGroup(Group):
     """A group whose all-reduce and all-gather go through shared memory; the rest goes through `inner`, which it owns.
 
     segments: the ranks' segments in rank order, each made by its rank. timeout: seconds for one exchange. Sums are
-    taken in rank order, so that all ranks get the same bits.
+    taken in rank order, so that all ranks get the same bits. library: of `exchange_library`, None = in Python.
     """
 
     sums_in_order = True
 
-    def __init__(self, inner: Group, segments: Sequence[Segment], timeout: float) -> None:
+    def __init__(
+        self, inner: Group, segments: Sequence[Segment], timeout: float, library: CDLL | None = None
+    ) -> None:
         self.rank, self.size, self.device = inner.rank, inner.size, inner.device
         self._inner = inner
         self._segments = tuple(segments)
-        self._timeout = timeout
-        self._count = 0
-        self._words = [SharedWord(segment.memory, 0) for segment in segments]
-        memory = [torch.frombuffer(segment.memory, dtype=torch.uint8, offset=_WORD_BYTES) for segment in segments]
-        self._signs = [memoryview(segment.memory)[_SIGNS].cast("Q") for segment in segments]
-        self._halves = [half for both in memory for half in both.split(HALF_BYTES)]  # rank * 2 + half
+        self._exchange = (
+            Exchange(segments, inner.rank, timeout)
+            if library is None
+            else NativeExchange(segments, inner.rank, timeout, library)
+        )
         self._closed = False
 
     @override
     def all_reduce(self, x: Tensor) -> Tensor:
         require_contiguous(x)
+        self._check_open()
         for piece in x.view(-1).split(HALF_BYTES // x.element_size()):
-            first, *others = self._exchange(piece, _SUMMED)
-            torch.add(first, others[0], out=piece)
-            for other in others[1:]:
-                piece.add_(other)
+            self._exchange.add(piece)
         return x
 
     @override
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        self._check_open()
         joined = x.new_empty(self.size, x.numel())
         start = 0
         for piece in x.contiguous().view(-1).split(HALF_BYTES // x.element_size()):
-            for row, data in zip(joined, self._exchange(piece, _JOINED), strict=True):
+            for row, data in zip(joined, self._exchange.join(piece), strict=True):
                 row[start : start + len(piece)] = data
             start += len(piece)
         return torch.cat([row.view(x.shape) for row in joined], dim)
@@ -250,39 +243,9 @@ class HostGroup(Group):
             segment.close()
         self._inner.close()
 
-    def _exchange(self, piece: Tensor, kind: int) -> list[Tensor]:
-        """Hand `piece` to the peers; return everybody's of the same shape and dtype, in rank order.
-
-        What is returned is valid until the next exchange. Raises `ChannelError` when a peer is at another collective.
-        """
+    def _check_open(self) -> None:
         if self._closed:
             raise ChannelError("collective on a group that is closed")
-        self._count += 1
-        half = self._count % 2
-        parts = [data.view(piece.dtype)[: len(piece)] for data in self._halves[half::2]]
-        parts[self.rank].copy_(piece)
-        sign = len(piece) << 8 | piece.element_size() << 2 | kind
-        self._signs[self.rank][half] = sign
-        self._words[self.rank].publish(self._count & _MASK)
-        deadline = time.monotonic() + self._timeout
-        for peer in range(self.size):
-            if peer != self.rank:
-                self._await(peer, deadline)
-                if self._signs[peer][half] != sign:
-                    raise ChannelError(f"rank {peer} is at another collective than rank {self.rank}: out of step")
-        return parts
-
-    def _await(self, peer: int, deadline: float) -> None:
-        # A peer may be one exchange ahead, never more; one behind is the only value to wait on.
-        behind = (self._count - 1) & _MASK
-        try:
-            wait_for_change(self._words[peer], behind, SPIN, deadline, partial(self._check, peer))
-        except ChannelTimeout as error:
-            raise ChannelTimeout(f"rank {peer} missed the deadline of exchange {self._count}") from error
-
-    def _check(self, peer: int) -> None:
-        if not self._segments[peer].owner_alive():
-            raise ChannelError(f"rank {peer} is gone")
 
 
 def through_shared_memory(group: Group, notes: Notes, timeout: float) -> Group:
@@ -292,7 +255,7 @@ def through_shared_memory(group: Group, notes: Notes, timeout: float) -> Group:
     """
     segments: list[Segment] = []
     try:
-        own = Segment.create(_WORD_BYTES + 2 * HALF_BYTES)
+        own = Segment.create(WORD_BYTES + 2 * HALF_BYTES)
         own.memory[_TOKEN] = token = os.urandom(16)
         segments.append(own)
         notes.set(str(group.rank), f"{token.hex()} {own.name}")
@@ -304,7 +267,7 @@ def through_shared_memory(group: Group, notes: Notes, timeout: float) -> Group:
     shared = int(group.all_reduce(torch.tensor([len(segments)])))
     if shared == group.size**2:
         own.unlink()  # all have attached, so nothing can leak any more
-        return HostGroup(group, segments, timeout)
+        return HostGroup(group, segments, timeout, exchange_library())
     for segment in segments:
         segment.close()
     return group
@@ -315,6 +278,6 @@ def _attach(text: str) -> Segment:
     if text == _NONE:
         raise ChannelError("a peer has no shared memory")
     segment = Segment.attach(name)
-    if len(segment.memory) < _WORD_BYTES or segment.memory[_TOKEN].hex() != token:
+    if len(segment.memory) < WORD_BYTES or segment.memory[_TOKEN].hex() != token:
         raise ChannelError(f"{name} is not the peer's segment")
     return segment

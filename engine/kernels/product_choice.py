@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.kernels.compiler import cache_folder, chosen_isa, processor
-from engine.loader.fingerprint import sources_digest
+from engine.kernels.compiler import FOLDER, chosen_isa
+from parallel.c_library import cache_folder, processor
 from parallel.linear import LinearMethod
 
 logger = logging.getLogger(__name__)
@@ -90,8 +90,9 @@ def _measured(weight: Tensor, ways: Ways) -> str:
 def _machine(dtype: torch.dtype) -> str:
     """Return a name for all that decides how fast a product is."""
     settings = [f"{name}={os.environ.get(name)}" for name in SETTINGS]
-    parts = (*processor(), chosen_isa(), *settings, torch.__version__, sources_digest(("engine/kernels",)))
-    return blake2b(repr((*parts, torch.get_num_threads(), dtype)).encode(), digest_size=16).hexdigest()
+    parts = (*processor(), chosen_isa(), *settings, torch.__version__, torch.get_num_threads(), dtype)
+    sources = b"".join(file.read_bytes() for file in sorted(FOLDER.glob("*.[ch]")))
+    return blake2b(repr(parts).encode() + sources, digest_size=16).hexdigest()
 
 
 def _read(file: Path) -> dict[str, str]:

@@ -1,4 +1,7 @@
-"""Latency of the driver-to-worker channel: `python -m tests.bench.channel` prints it, `measure()` returns it."""
+"""Latency of the driver-to-worker channel and of a sum over two ranks of one host.
+
+`python -m tests.bench.channel` prints it, `measure()` returns it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,11 @@ import statistics
 import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from unittest.mock import patch
 
+import torch
+
+from parallel import host_group
 from parallel.channel import BroadcastChannel, Channel
 from parallel.errors import ChannelClosed
 from parallel.message_ring import SharedMemoryRing
@@ -43,7 +50,39 @@ def measure(rounds: int = 2000, pause: float = 0.0) -> dict[str, float]:
         finally:
             worker.kill()
             worker.join()
-    return {"ring_4kb_us": round(ring, 2), "broadcast_4kb_us": round(sockets, 2)}
+    sums = {f"all_reduce_4kb_{name}us": round(_sums(rounds, name), 2) for name in ("", "python_")}
+    return {"ring_4kb_us": round(ring, 2), "broadcast_4kb_us": round(sockets, 2), **sums}
+
+
+def _sums(rounds: int, name: str) -> float:
+    """Return the median microseconds of a sum of 4 KB over two ranks; name: "python_" = as without a compiler."""
+    context = multiprocessing.get_context("spawn")
+    with Rendezvous.create() as rendezvous:
+        worker = context.Process(target=_adding_worker, args=(rendezvous.address, rounds, name), daemon=True)
+        worker.start()
+        try:
+            return _add(0, rendezvous, rounds, name)
+        finally:
+            worker.kill()
+            worker.join()
+
+
+def _adding_worker(address: RendezvousAddress, rounds: int, name: str) -> None:
+    _add(1, address, rounds, name)
+
+
+def _add(rank: int, where: Rendezvous | RendezvousAddress, rounds: int, name: str) -> float:
+    torch.set_num_threads(1)
+    library = (lambda: None) if name else host_group.exchange_library
+    taken = []
+    with patch.object(host_group, "exchange_library", library), connect(rank, 2, where, "cpu", TIMEOUT) as group:
+        x = torch.zeros(len(MESSAGE) // 4)
+        for _ in range(rounds):
+            began = time.perf_counter()
+            group.all_reduce(x)
+            taken.append(time.perf_counter() - began)
+        group.barrier()
+    return statistics.median(taken) * 1e6
 
 
 def _round_trips(send: Channel, receive: Channel, rounds: int, pause: float) -> float:

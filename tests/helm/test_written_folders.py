@@ -22,7 +22,7 @@ from ray._common.utils import get_default_system_temp_dir
 from torch import hub
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.utils.cpp_extension import get_default_build_root
-from engine.kernels.compiler import cache_folder
+from parallel.c_library import cache_folder
 
 told = [tempfile.gettempdir(), get_default_system_temp_dir(), constants.HF_HUB_CACHE, constants.HF_XET_CACHE]
 told += [hub.get_dir(), cache_dir(), get_default_build_root(), str(cache_folder("kernels"))]

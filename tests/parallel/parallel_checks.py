@@ -7,8 +7,8 @@ import torch
 
 from parallel.channel import BroadcastChannel
 from parallel.errors import ChannelClosed, ChannelError
+from parallel.exchange import HALF_BYTES
 from parallel.group import Group
-from parallel.host_group import HALF_BYTES
 from parallel.rendezvous import RendezvousAddress
 
 TIMEOUT = 60.0
@@ -117,6 +117,19 @@ def all_ranks_get_the_same_bits(group: Group) -> None:
         x = group.all_reduce(torch.randn(1000, generator=generator).bfloat16())
         for other in group.all_gather(x.view(1, -1), dim=0):
             assert torch.equal(other, x)
+
+
+def sums_are_torchs_in_rank_order(group: Group) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64):
+        each = [torch.randn(1001, generator=torch.Generator().manual_seed(rank)) * 8 for rank in range(group.size)]
+        each[0][7], each[-1][9], each[0][11] = torch.nan, torch.inf, 3e38
+        given = [x.nan_to_num(1, 2, 3) if dtype is torch.int64 else x for x in each]
+        expected = given[0].to(dtype)
+        for other in given[1:]:
+            expected = expected + other.to(dtype)
+        found = group.all_reduce(given[group.rank].to(dtype))
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(found.nan_to_num(), expected.nan_to_num())
 
 
 def join_and_wait(rank: int, size: int, address: RendezvousAddress, shared_memory: bool = True) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
+from parallel import host_group
 from parallel.errors import ChannelClosed, ChannelError
 from parallel.group import Group, SoloGroup
 from parallel.launcher import LocalWorkerGroup, launch
@@ -50,7 +52,10 @@ class Crew:
 
 @contextmanager
 def crew(size: int, over: str = "memory") -> Iterator[Crew]:
-    """Ranks of one host that talk over its "memory", over "sockets", or over a process group of "torch"."""
+    """Ranks of one host that talk over its "memory", over "sockets", or over a process group of "torch".
+
+    Over "python" they talk over memory as without a C compiler, over "mixed" every other rank does.
+    """
     with (
         SharedMemoryRing.create(size - 1) as ring,
         Rendezvous.create() as rendezvous,
@@ -77,7 +82,9 @@ def _serve(rank: int, size: int, address: RendezvousAddress, ring_name: str, ove
 
 def _join(over: str, rank: int, size: int, where: Rendezvous | RendezvousAddress) -> Group:
     if over != "torch":
-        return connect(rank, size, where, "cpu", TIMEOUT, shared_memory=over == "memory")
+        in_python = over == "python" or (over == "mixed" and rank % 2)
+        with patch.object(host_group, "exchange_library", lambda: None) if in_python else nullcontext():
+            return connect(rank, size, where, "cpu", TIMEOUT, shared_memory=over != "sockets")
     rendezvous = Rendezvous.join(where, TIMEOUT) if isinstance(where, RendezvousAddress) else where
     store = TorchStore(rendezvous, "test", rank, size, TIMEOUT)
     gloo = dist.ProcessGroupGloo(store.view("gloo"), rank, size, timedelta(seconds=TIMEOUT))

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from parallel.channel import BroadcastChannel
 from parallel.errors import ChannelError, ChannelTimeout, RendezvousError
+from parallel.exchange import HALF_BYTES
 from parallel.group import Group, SoloGroup
-from parallel.host_group import HALF_BYTES, HostGroup, StarGroup
+from parallel.host_group import HostGroup, StarGroup
 from parallel.hub import SECRET_BYTES
 from parallel.launcher import LocalWorkerGroup, launch
 from parallel.rendezvous import Rendezvous, RendezvousAddress
@@ -31,10 +32,10 @@ SECRET = bytes(SECRET_BYTES)
 WORDS = 64  # bytes before a segment's halves
 
 
-@pytest.fixture(scope="module")
-def trio() -> Iterator[Crew]:
-    """Three ranks that share memory."""
-    with crew(3) as ranks:
+@pytest.fixture(scope="module", params=["memory", "python", "mixed"])
+def trio(request: pytest.FixtureRequest) -> Iterator[Crew]:
+    """Three ranks that share memory, in C, in Python or both."""
+    with crew(3, request.param) as ranks:
         yield ranks
 
 
@@ -78,7 +79,7 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("check", [*CHECKS, checks.all_ranks_get_the_same_bits])
+@pytest.mark.parametrize("check", [*CHECKS, checks.all_ranks_get_the_same_bits, checks.sums_are_torchs_in_rank_order])
 def test_three_ranks_of_one_host(trio: Crew, check: Callable[[Group], None]) -> None:
     assert isinstance(trio.group, HostGroup)
     trio.run(check)

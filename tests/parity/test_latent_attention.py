@@ -17,10 +17,10 @@ from engine.attention.select import select_backend
 from engine.attention.triton_latent import TritonLatentAttention
 from engine.errors import ConfigError
 from engine.inputs.step_buffers import to_device
-from engine.kernels import compiler
 from engine.kernels.base import TorchKernels
 from engine.kv.cache import KVCache
 from engine.kv.cache_specs import LatentSpec
+from parallel import c_library
 from tests.interpreter import exact_halves
 from tests.long import examples, long
 from tests.parity import test_attention as paged
@@ -28,7 +28,7 @@ from tests.parity import test_attention as paged
 CPU = torch.device("cpu")
 BLOCKS = 64
 needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, compiler.COMPILERS)), reason="no C compiler on this machine"
+    not any(map(shutil.which, c_library.COMPILERS)), reason="no C compiler on this machine"
 )
 BACKENDS = {"reference": ReferenceAttention, "native": NativeAttention.create}
 

@@ -19,6 +19,7 @@ from engine.kernels.base import TorchKernels
 from engine.kernels.native import SOURCES, NativeKernels, native_library
 from engine.kernels.select import select_kernels
 from engine.worker.runner import ModelRunner
+from parallel import c_library
 from parallel.group import SoloGroup
 from tests.parity.stepping import Sequence, Stepper
 from tests.parity.test_native_attention import CPU, DTYPES, Cache, needs_compiler, spec, tokens
@@ -183,9 +184,9 @@ def test_heads_of_another_layout_or_dtype_are_refused(kernels):
 
 
 def test_another_cpu_is_another_library(monkeypatch):
-    here = compiler._fingerprint(sys.executable, (), {})
-    monkeypatch.setattr(compiler, "processor", lambda: ["flags: fpu avx2"])
-    assert compiler._fingerprint(sys.executable, (), {}) != here
+    here = c_library._fingerprint([sys.executable], ())
+    monkeypatch.setattr(c_library, "processor", lambda: ["flags: fpu avx2"])
+    assert c_library._fingerprint([sys.executable], ()) != here
 
 
 def test_a_cpu_that_this_one_is_not_is_refused_by_name(monkeypatch):
@@ -277,11 +278,11 @@ def test_a_large_step_is_taken_in_parts_and_gives_the_same_logits(tmp_path, monk
 
 @pytest.fixture
 def no_cache(monkeypatch):
-    monkeypatch.setattr(compiler, "cache_folder", lambda name: None)
+    monkeypatch.setattr(c_library, "cache_folder", lambda name: None)
 
 
 def test_without_a_compiler_torch_serves(monkeypatch, caplog):
-    monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
+    monkeypatch.setattr(c_library.shutil, "which", lambda name: None)
     caplog.set_level("INFO")
     assert select_backend("auto", spec()).name == "reference"
     assert type(select_kernels(64, torch.float32, CPU)) is TorchKernels
@@ -295,7 +296,7 @@ def test_a_compiler_that_fails_is_quoted_and_torch_serves(monkeypatch, caplog, t
     broken = tmp_path / "cc"
     broken.write_text("#!/bin/sh\necho 'libgomp is missing' >&2\nexit 1\n")
     broken.chmod(0o755)
-    monkeypatch.setattr(compiler.shutil, "which", lambda name: str(broken))
+    monkeypatch.setattr(c_library.shutil, "which", lambda name: str(broken))
     assert select_backend("auto", spec()).name == "reference"
     assert "libgomp is missing" in caplog.text
 
@@ -307,7 +308,7 @@ def test_without_acache_folder_a_library_is_built_for_this_process_alone(no_cach
 
 @needs_compiler
 def test_a_library_is_compiled_once(monkeypatch, tmp_path):
-    monkeypatch.setattr(compiler, "cache_folder", lambda name: tmp_path)
+    monkeypatch.setattr(c_library, "cache_folder", lambda name: tmp_path)
     assert NativeAttention.create(spec()) is not None
     built = [(path.name, path.stat().st_mtime_ns) for path in tmp_path.iterdir()]
     assert NativeAttention.create(spec()) is not None
@@ -317,8 +318,8 @@ def test_a_library_is_compiled_once(monkeypatch, tmp_path):
 
 @needs_compiler
 def test_a_library_that_does_not_load_is_built_anew(monkeypatch, tmp_path):
-    monkeypatch.setattr(compiler, "cache_folder", lambda name: tmp_path)
-    monkeypatch.setattr(compiler, "_fingerprint", lambda *_: "named")
+    monkeypatch.setattr(c_library, "cache_folder", lambda name: tmp_path)
+    monkeypatch.setattr(c_library, "_fingerprint", lambda *_: "named")
     library = tmp_path / "named.so"
     library.write_bytes(b"cut short")
     library.chmod(0o700)
@@ -328,7 +329,7 @@ def test_a_library_that_does_not_load_is_built_anew(monkeypatch, tmp_path):
 
 @needs_compiler
 def test_a_library_that_others_could_have_written_is_not_loaded(monkeypatch, tmp_path):
-    monkeypatch.setattr(compiler, "cache_folder", lambda name: tmp_path)
+    monkeypatch.setattr(c_library, "cache_folder", lambda name: tmp_path)
     assert NativeAttention.create(spec(head_dim=16)) is not None
     (library,) = tmp_path.iterdir()
     library.chmod(0o777)
@@ -341,26 +342,26 @@ def test_a_library_that_others_could_have_written_is_not_loaded(monkeypatch, tmp
 @pytest.mark.parametrize("mode", [0o770, 0o777])
 def test_acache_folder_that_others_can_write_to_is_not_used(monkeypatch, tmp_path, caplog, mode):
     monkeypatch.setenv("HOME", str(tmp_path))
-    folder = compiler.cache_folder("kernels")
+    folder = c_library.cache_folder("kernels")
     assert folder is not None
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(mode)
-    assert compiler.cache_folder("kernels") is None
+    assert c_library.cache_folder("kernels") is None
     assert "can be written by others" in caplog.text
 
 
 @needs_compiler
 def test_a_home_that_libraries_cannot_be_run_from_is_passed_over(monkeypatch, tmp_path, caplog):
     caplog.set_level("INFO")
-    monkeypatch.setattr(compiler, "cache_folder", lambda name: tmp_path)
-    load = compiler.ctypes.CDLL
+    monkeypatch.setattr(c_library, "cache_folder", lambda name: tmp_path)
+    load = c_library.ctypes.CDLL
 
     def refuse(path):
         if path.startswith(str(tmp_path)):
             raise OSError("failed to map segment: Operation not permitted")
         return load(path)
 
-    monkeypatch.setattr(compiler.ctypes, "CDLL", refuse)
+    monkeypatch.setattr(c_library.ctypes, "CDLL", refuse)
     assert NativeAttention.create(spec(head_dim=16)) is not None
     assert "Operation not permitted" in caplog.text
 
@@ -369,7 +370,7 @@ def fake_compiler(monkeypatch, tmp_path, lines):
     fake = tmp_path / "cc"
     fake.write_text("#!/bin/sh\n" + lines)
     fake.chmod(0o755)
-    monkeypatch.setattr(compiler.shutil, "which", lambda name: str(fake))
+    monkeypatch.setattr(c_library.shutil, "which", lambda name: str(fake))
 
 
 def test_a_compiler_that_hangs_is_ended_with_all_it_started(monkeypatch, tmp_path, caplog, no_cache):
@@ -377,7 +378,7 @@ def test_a_compiler_that_hangs_is_ended_with_all_it_started(monkeypatch, tmp_pat
     os.mkfifo(held)
     reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
     fake_compiler(monkeypatch, tmp_path, f"sleep 1000 > {held} &\nwait\n")
-    monkeypatch.setattr(compiler, "TIMEOUT", 1.0)
+    monkeypatch.setattr(c_library, "TIMEOUT", 1.0)
     assert compiler.load_library(SOURCES, {}) is None
     assert "timed out" in caplog.text
     os.set_blocking(reader, True)

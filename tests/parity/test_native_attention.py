@@ -14,11 +14,12 @@ from engine.attention.base import LayerCache
 from engine.attention.native import NativeAttention
 from engine.inputs.step_buffers import to_device
 from engine.kernels import compiler
+from parallel import c_library
 from tests.long import examples
 from tests.parity import test_attention as paged
 
 needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, compiler.COMPILERS)), reason="no C compiler on this machine"
+    not any(map(shutil.which, c_library.COMPILERS)), reason="no C compiler on this machine"
 )
 CPU = torch.device("cpu")
 BLOCK = 16

@@ -14,6 +14,7 @@ from engine.kernels.native_sampler import NativeDraws, draw_library
 from engine.kernels.select import select_draws
 from engine.sampling.gumbel import RUN
 from engine.sampling.sampler import FAILED, STUCK, sample, score
+from parallel import c_library
 from tests.engine.sampling.batches import VOCABULARIES, batches, draws_of, ruled, shares_of
 from tests.engine.sampling.test_logit_rules import bits_of
 from tests.engine.sampling.test_sampler import allowed, chi_square_fits, random_logits
@@ -25,7 +26,7 @@ CPU = torch.device("cpu")
 LARGE = 20_001  # ids: more runs than top-p looks at first
 
 pytestmark = pytest.mark.skipif(
-    not any(map(shutil.which, compiler.COMPILERS)), reason="no C compiler on this machine"
+    not any(map(shutil.which, c_library.COMPILERS)), reason="no C compiler on this machine"
 )
 
 
@@ -207,7 +208,7 @@ def test_what_is_kept_of_one_step_is_not_seen_in_the_next():
 @pytest.mark.parametrize("isa", compiler.isas())
 def test_other_cpus_draw_the_same_tokens(isa, monkeypatch, tmp_path):
     monkeypatch.setenv(compiler.ISA_VARIABLE, isa)
-    monkeypatch.setattr(compiler, "cache_folder", lambda name: tmp_path)
+    monkeypatch.setattr(c_library, "cache_folder", lambda name: tmp_path)
     draws = ours()
     for seed in range(6):
         logits, values = mixed(16, LARGE, seed)
@@ -259,7 +260,7 @@ def test_what_draws_is_chosen_and_said(caplog, monkeypatch):
     caplog.set_level("INFO")
     assert type(select_draws(CPU)) is NativeDraws
     assert "sampling: compiled for this CPU" in caplog.text
-    monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
+    monkeypatch.setattr(c_library.shutil, "which", lambda name: None)
     assert select_draws(CPU) is None
     assert "sampling: torch's operations" in caplog.text
 
