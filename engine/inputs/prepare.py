@@ -137,7 +137,7 @@ class SamplingBuilder:
         starts, lens: the first position and the number of ids of each of `rows`.
         """
         columns = np.arange(int(lens.max()))
-        first = slots[rows] * self._tables.context_len + starts
+        first = slots[rows] * self._tables.tokens_per_slot + starts
         # What is read past the end of a row's ids is overwritten.
         found = self._tables.flat_tokens.take(first[:, None] + columns, mode="clip")
         np.copyto(found, -1, where=columns >= lens[:, None])
@@ -268,11 +268,11 @@ class InputBuilder:
         tables = self._tables
         out = self._buffers.views(len(positions))
         np.copyto(out.positions, positions)
-        np.multiply(request_indices, tables.context_len, out=out.token_indices)
+        np.multiply(request_indices, tables.tokens_per_slot, out=out.token_indices)
         np.add(out.token_indices, positions, out=out.token_indices)
         tables.flat_tokens.take(out.token_indices, out=out.input_ids, mode="clip")
         np.right_shift(positions, self._shift, out=out.offsets)
-        np.multiply(request_indices, tables.blocks.shape[1], out=out.block_table_indices)
+        np.multiply(request_indices, tables.blocks_per_slot, out=out.block_table_indices)
         np.add(out.block_table_indices, out.offsets, out=out.block_table_indices)
         tables.flat_blocks.take(out.block_table_indices, out=out.block_numbers, mode="clip")
         np.bitwise_and(positions, self._mask, out=out.offsets)

@@ -114,11 +114,11 @@ class BlockManager:
         if count > self.num_available:
             raise ValueError(f"{count} KV blocks wanted, {self.num_available} available")
         free, refs = self._free, self._refs
-        taken = []
-        for _ in range(count):
-            block = free.pop() if free else self._evict()
+        taken = free[: -count - 1 : -1]
+        del free[len(free) - len(taken) :]
+        taken.extend([self._evict() for _ in range(count - len(taken))])
+        for block in taken:
             refs[block] = 1
-            taken.append(block)
         return taken
 
     def match(self, hashes: Sequence[bytes], tokens: bytes) -> list[int]:
@@ -198,7 +198,7 @@ class BlockManager:
             index[digest] = block
             hashes[block] = digest
             known[block] = tokens
-            if digest in removed:
+            if removed and digest in removed:
                 del removed[digest]
             else:
                 stored[digest] = None

@@ -19,27 +19,32 @@ from engine.scheduler.states import States
 
 
 class SlotTables:
-    """Tokens, blocks and counts by slot (S slots, contexts of M tokens, K blocks). A free slot is all zeros.
+    """Tokens, blocks and counts by slot (S slots, K blocks of a context, M tokens of these). A free slot is all zeros.
 
     tokens: prompt and output so far; what lies beyond `num_tokens` is zero.
     blocks: physical block of each logical block; 0 = none.
+    block_tokens: the tokens of each logical block, in the places that `flat_blocks` has for their blocks.
+    progress: `num_tokens` and `num_computed`, which steps move. [2, S]
     num_prompt / num_tokens / num_computed: prompt; prompt + output; tokens whose K/V are in the cache.
     limits: `num_tokens` at which the sequence must end.
     num_blocks: blocks that it holds.
     """
 
-    def __init__(self, num_slots: int, context_len: int, blocks_per_seq: int) -> None:
+    def __init__(self, num_slots: int, context_len: int, block_size: int) -> None:
+        """block_size: a power of two."""
         self.num_slots = num_slots
-        self.context_len = context_len
-        self.tokens: Ints = np.zeros((num_slots, context_len), "<i4")  # [S, M]
-        self.blocks: Ints = np.zeros((num_slots, blocks_per_seq), np.int32)  # [S, K]
-        self.num_prompt: Ints = np.zeros(num_slots, np.int32)
-        self.num_tokens: Ints = np.zeros(num_slots, np.int32)
-        self.num_computed: Ints = np.zeros(num_slots, np.int32)
-        self.limits: Ints = np.zeros(num_slots, np.int32)
-        self.num_blocks: Ints = np.zeros(num_slots, np.int32)
+        self.block_size = block_size
+        self.shift = block_size.bit_length() - 1  # token >> shift = its block
+        self.blocks_per_slot = -(-context_len // block_size)  # K
+        self.tokens_per_slot = self.blocks_per_slot * block_size  # M
+        self.tokens: Ints = np.zeros((num_slots, self.tokens_per_slot), "<i4")  # [S, M]
+        self.blocks: Ints = np.zeros((num_slots, self.blocks_per_slot), np.int32)  # [S, K]
+        self._counts: Ints = np.zeros((5, num_slots), np.int32)
+        self.progress = self._counts[:2]
+        self.num_tokens, self.num_computed, self.num_prompt, self.limits, self.num_blocks = self._counts
         self.flat_tokens: Ints = self.tokens.reshape(-1)  # [S * M], a view
         self.flat_blocks: Ints = self.blocks.reshape(-1)  # [S * K], a view
+        self.block_tokens: NDArray[np.void] = self.flat_tokens.view(f"V{block_size * TOKEN_BYTES}")  # [S * K], a view
 
     def fill(self, slot: int, prompt: Items[int], outputs: Items[int], limit: int) -> None:
         """Write a sequence that is admitted: the whole prompt at once, and the outputs known from before."""
@@ -81,8 +86,7 @@ class SlotTables:
         """Zero the row, so that nothing of its sequence can reach the next one."""
         self.tokens[slot, : self.num_tokens[slot]] = 0
         self.blocks[slot] = 0
-        for counts in (self.num_prompt, self.num_tokens, self.num_computed, self.limits, self.num_blocks):
-            counts[slot] = 0
+        self._counts[:, slot] = 0
 
 
 class StopTokens:
@@ -146,7 +150,6 @@ class Slots:
         # copied to nonetheless: its next owner writes later in the step.
         self.copies: dict[int, int] = {}
         self._num_structured = 0
-        self._within_block = np.arange(pool.block_size)
         self._free_slots = list(range(tables.num_slots - 1, -1, -1))  # a stack: slot 0 is taken first
 
     @property
@@ -237,7 +240,7 @@ class Slots:
         blocks = self.pool.allocate(len(sequences))
         self._events.emit(BlocksTaken(sequences, blocks))
         held = tables.num_blocks[slots]
-        tables.flat_blocks[slots * tables.blocks.shape[1] + held] = blocks
+        tables.flat_blocks[slots * tables.blocks_per_slot + held] = blocks
         tables.num_blocks[slots] = held + 1
 
     def fork(self, leader: Sequence, sibling: Sequence) -> None:
@@ -282,19 +285,17 @@ class Slots:
         `seal` for many decoding sequences at once: their tokens are gathered together. computed: [sequences].
         Can be repeated, should it have failed half-way.
         """
-        size = self.pool.block_size
-        first = slots * self.tables.context_len + computed - size
-        tokens = self.tables.flat_tokens[first[:, None] + self._within_block].tobytes()
-        width = size * TOKEN_BYTES
-        contents = [tokens[start : start + width] for start in range(0, len(tokens), width)]
-        indices = computed // size - 1
+        tables = self.tables
+        indices = (computed >> tables.shift) - 1
+        places = slots * tables.blocks_per_slot + indices
+        contents = tables.block_tokens[places].tolist()
         digests = []
         for sequence, index, content in zip(sequences, indices.tolist(), contents, strict=True):
             hashes = sequence.block_hashes
             if len(hashes) == index:
                 hashes.append(block_hash(hashes[-1] if hashes else root_hash(sequence.request.cache_salt), content))
             digests.append(hashes[index])
-        self.pool.seal(self.tables.blocks[slots, indices].tolist(), digests, contents)
+        self.pool.seal(tables.flat_blocks[places].tolist(), digests, contents)
 
     def leave(self, sequence: Sequence) -> None:
         """Take back slot and blocks. The tokens are gone afterwards; a slot-less sequence is left as it is."""

@@ -160,7 +160,7 @@ class Updater:
     def _write_one_each(self, schedule: Schedule, token_ids: Ints) -> None:
         """Put the drawn tokens at their positions, and end the sequences that are done."""
         tables, slots, positions = self._tables, schedule.sample_slots, schedule.sample_positions
-        tables.flat_tokens[slots * tables.context_len + positions] = token_ids
+        tables.flat_tokens[slots * tables.tokens_per_slot + positions] = token_ids
         if self._slots.any_structured:
             for row in self._slots.structured[slots].nonzero()[0].tolist():
                 self._match(schedule.samples[row], int(token_ids[row]), int(positions[row]))
@@ -190,7 +190,7 @@ class Updater:
         rows = np.repeat(np.arange(len(kept)), kept)
         within = np.arange(len(rows)) - np.repeat(kept.cumsum() - kept, kept)
         drawn = token_ids[starts[rows] + within]
-        tables.flat_tokens[slots[rows] * tables.context_len + positions[rows] + within] = drawn
+        tables.flat_tokens[slots[rows] * tables.tokens_per_slot + positions[rows] + within] = drawn
         there = kept.nonzero()[0]
         longer = (kept > 1).nonzero()[0]
         self._batch.extend(schedule, longer, kept[longer] - 1)  # one of each run is counted
