@@ -9,11 +9,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine.inputs.block_table import BlockRows
 from engine.inputs.grammar_masks import MaskMaker
-from engine.report import NO_ENDINGS, NO_PAIRS, Ints, PromptScores, SamplingInputs, StepInputs
+from engine.report import NO_DRAWS, NO_ENDINGS, NO_PAIRS, NO_STATES, Ints, PromptScores, SamplingInputs, StepInputs
 from engine.sampling.parameter_table import NO_LOGPROBS, SamplingTable
-from engine.scheduler.schedule import Index, Schedule
+from engine.scheduler.schedule import Continued, Index, Schedule
 from engine.scheduler.slots import SlotTables
+
+ONE: Ints = np.ones(1, np.int32)
 
 
 @dataclass(slots=True)
@@ -202,33 +205,69 @@ class InputBuilder:
         self._mask = block_size - 1
         self._counting: Ints = np.arange(max(max_tokens, tables.num_slots) + 1, dtype=np.int32)
         self._buffers = _TokenBuffers(max_tokens)
-        self._block_rows: Ints = np.zeros((0, 0), np.int32)
-        self._version = 0
+        self._block_rows = BlockRows(tables)
+        self._slots: Ints = NO_STATES  # of the step prepared last
+        self._reached: Ints | None = None  # its `Schedule.seq_lens`, once it was prepared
 
     def prepare(self, schedule: Schedule) -> tuple[StepInputs, SamplingInputs]:
         """Return what the ranks compute and how rank 0 samples."""
-        query_start_loc = self._query_start_loc(schedule)
-        tokens = self.token_level(schedule, query_start_loc)
-        inputs = StepInputs(
-            input_ids=tokens.input_ids,
-            positions=tokens.positions,
-            slot_mapping=tokens.slot_mapping,
-            query_start_loc=query_start_loc,
-            seq_lens=schedule.seq_lens,
-            num_computed_tokens=schedule.num_computed,
-            block_tables=self._block_tables(schedule),
-            logits_indices=self._logits_indices(schedule, query_start_loc),
-            copy_blocks=np.array(schedule.copies, np.int32) if schedule.copies else NO_PAIRS,
-            carried=_carried(schedule, query_start_loc),
-            slots=schedule.slots.astype(np.int32),
-        )
+        continued, reached, self._reached = schedule.continued, self._reached, None
+        if continued is not None and schedule.num_computed is reached:
+            inputs = self._continue(schedule, continued)
+        else:
+            inputs = self._begin(schedule)
         if schedule.states is not None:
             inputs.state_sources = schedule.states.sources
             inputs.state_copies = np.array(schedule.states.copies, np.int32).reshape(-1, 2)
         sampling = self._sampling.build(schedule)
         if schedule.scores or schedule.pooled:
             self._read_prompts(schedule, inputs, sampling)
+        self._reached = schedule.seq_lens
         return inputs, sampling
+
+    def _begin(self, schedule: Schedule) -> StepInputs:
+        """Return the inputs of any step."""
+        query_start_loc = self._query_start_loc(schedule)
+        tokens = self.token_level(schedule, query_start_loc)
+        self._slots = schedule.slots.astype(np.int32)
+        return StepInputs(
+            input_ids=tokens.input_ids,
+            positions=tokens.positions,
+            slot_mapping=tokens.slot_mapping,
+            query_start_loc=query_start_loc,
+            seq_lens=schedule.seq_lens,
+            num_computed_tokens=schedule.num_computed,
+            block_tables=self._block_rows.read(schedule),
+            logits_indices=self._logits_indices(schedule, query_start_loc),
+            copy_blocks=np.array(schedule.copies, np.int32) if schedule.copies else NO_PAIRS,
+            carried=_carried(schedule, query_start_loc),
+            slots=self._slots,
+        )
+
+    def _continue(self, schedule: Schedule, continued: Continued) -> StepInputs:
+        """Return the inputs of a step that moves the rows of the one before, prepared last, on by one token."""
+        rows, grown = len(schedule.slots), continued.grown
+        slot_mapping = self._buffers.views(rows).slot_mapping
+        np.add(slot_mapping, ONE, out=slot_mapping)
+        if len(grown.rows):
+            slot_mapping[grown.rows] = continued.new_blocks << self._shift
+        return StepInputs(
+            self._tables.flat_tokens[continued.token_places],
+            schedule.num_computed,
+            slot_mapping,
+            self._counting[: rows + 1],
+            schedule.seq_lens,
+            schedule.num_computed,
+            self._block_rows.append(schedule, continued),
+            self._counting[:rows],
+            NO_PAIRS,
+            NO_PAIRS,
+            NO_DRAWS,
+            NO_PAIRS if schedule.carried is None else schedule.carried,
+            self._slots,
+            NO_STATES,
+            NO_PAIRS,
+        )
 
     def _read_prompts(self, schedule: Schedule, inputs: StepInputs, sampling: SamplingInputs) -> None:
         """Add the rows whose logits are of prompt tokens, and those whose hidden states are pooled."""
@@ -292,17 +331,6 @@ class InputBuilder:
         if schedule.decode:
             return self._counting[: len(schedule.slots)]
         return query_start_loc[schedule.sample_rows + 1] - 1
-
-    def _block_tables(self, schedule: Schedule) -> Ints:
-        """Return the block-table rows, as wide as the longest; only rows that changed are read again."""
-        width = (int(schedule.seq_lens.max()) + self._mask) >> self._shift
-        rows = self._block_rows
-        if not schedule.version or schedule.version != self._version or rows.shape[1] != width:
-            self._block_rows = self._tables.blocks[:, :width].take(schedule.slots, axis=0)
-            self._version = schedule.version
-        elif schedule.changed_rows is not None:
-            rows[schedule.changed_rows] = self._tables.blocks[schedule.slots[schedule.changed_rows], :width]
-        return self._block_rows
 
 
 class _TokenBuffers:

@@ -45,6 +45,39 @@ class StateMoves:
 
 
 @dataclass(slots=True)
+class FullBlocks:
+    """Decoding sequences whose last computed token fills a block."""
+
+    rows: Index  # of the step
+    sequences: list[Sequence]
+    slots: Index
+    indices: Index  # of the full block in each slot's row of the block table
+    places: Index  # of that block in the flat block table
+
+
+@dataclass(slots=True)
+class Continued:
+    """What is known of a decode step because it moves the rows of the one before it on by one token.
+
+    No sequence comes to its limit in it.
+
+    token_places / draw_places: in the flat token table, of the tokens that it computes and of those that it draws.
+    grown: what the step before filled; `new_blocks` are the blocks after these, [grown].
+    full: what this step fills.
+    longest: the largest of `seq_lens`.
+    progress: what the step adds to `SlotTables.progress`.
+    """
+
+    token_places: Index  # [num_reqs]
+    draw_places: Index  # [num_reqs]
+    grown: FullBlocks
+    new_blocks: Ints
+    full: FullBlocks
+    longest: int
+    progress: Ints
+
+
+@dataclass(slots=True)
 class Schedule:
     """The rows of one step, in running order, and the sequences that draw in it.
 
@@ -59,6 +92,7 @@ class Schedule:
     most_draws: tokens that a sample may draw at most; how many it did is a result of the step.
     gone: sequences that left since the step was launched; they get nothing of it.
     states: what is done with recurrent states; None where the model keeps none.
+    continued: of a step that a `DecodeRun` planned; None of all others.
     """
 
     sequences: list[Sequence]
@@ -82,6 +116,7 @@ class Schedule:
     most_draws: int = 1
     gone: set[Sequence] = field(default_factory=set)
     states: StateMoves | None = None
+    continued: Continued | None = None
     _drawing: set[Sequence] = field(default_factory=set)  # `samples`, once they were asked for
 
     @property

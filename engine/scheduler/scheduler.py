@@ -156,16 +156,22 @@ class Scheduler:
         if before is not None and (reason := before.holds_next):
             self.hold(reason)
             return None
-        query_lens = self._share_budget()
-        if before is not None and batch.lacks_blocks(query_lens):
-            self.hold(Hold.BLOCKS)
-            return None
-        grown = self._make_room(query_lens)
+        run = batch.decode_run()
+        if run is not None:
+            query_lens, grown = run.last.query_lens, run.grow().rows
+        else:
+            query_lens = self._share_budget()
+            if before is not None and batch.lacks_blocks(query_lens):
+                self.hold(Hold.BLOCKS)
+                return None
+            grown = self._make_room(query_lens)
         if batch.waiting and not batch.stale:
             query_lens = self._adder.add(query_lens, self.now)
         if (stays := batch.refresh()) is not None:
             query_lens = query_lens[stays]
         self._check_if_in_doubt()
+        if run is not None and run.last.version == batch.version:
+            return batch.plan_on(run)
         return batch.plan(query_lens, grown, self._most_draws) if batch.running else None
 
     def hold(self, reason: Hold) -> None:

@@ -14,7 +14,7 @@ from engine.kv.block_manager import TOKEN_BYTES, BlockManager, block_hash, exten
 from engine.report import Ints
 from engine.request import Request, Sequence
 from engine.sampling.parameter_table import SamplingTable
-from engine.scheduler.schedule import Index
+from engine.scheduler.schedule import FullBlocks, Index
 from engine.scheduler.states import States
 
 
@@ -35,6 +35,7 @@ class SlotTables:
         self.num_slots = num_slots
         self.block_size = block_size
         self.shift = block_size.bit_length() - 1  # token >> shift = its block
+        self.offset_mask = block_size - 1
         self.blocks_per_slot = -(-context_len // block_size)  # K
         self.tokens_per_slot = self.blocks_per_slot * block_size  # M
         self.tokens: Ints = np.zeros((num_slots, self.tokens_per_slot), "<i4")  # [S, M]
@@ -149,6 +150,7 @@ class Slots:
         # Destination -> source of block copies that the next step must make. A destination that is given up before is
         # copied to nonetheless: its next owner writes later in the step.
         self.copies: dict[int, int] = {}
+        self.no_blocks: Ints = np.zeros(0, np.int32)
         self._num_structured = 0
         self._free_slots = list(range(tables.num_slots - 1, -1, -1))  # a stack: slot 0 is taken first
 
@@ -234,14 +236,16 @@ class Slots:
             self._taken(sequence, blocks)
             self.tables.append_blocks(sequence.slot, blocks)
 
-    def grow_by_one(self, sequences: Items[Sequence], slots: Index) -> None:
-        """Give each of `sequences` its next block: `grow` for many decoding sequences at once."""
+    def grow_by_one(self, sequences: Items[Sequence], slots: Index) -> Ints:
+        """Give each of `sequences` its next block, and return these: `grow` for many decoding sequences at once."""
         tables = self.tables
         blocks = self.pool.allocate(len(sequences))
         self._events.emit(BlocksTaken(sequences, blocks))
         held = tables.num_blocks[slots]
-        tables.flat_blocks[slots * tables.blocks_per_slot + held] = blocks
+        numbers: Ints = np.array(blocks, np.int32)
+        tables.flat_blocks[slots * tables.blocks_per_slot + held] = numbers
         tables.num_blocks[slots] = held + 1
+        return numbers
 
     def fork(self, leader: Sequence, sibling: Sequence) -> None:
         """Let `sibling`, which has its slot already, share all blocks of `leader`."""
@@ -279,18 +283,29 @@ class Slots:
         contents = [tokens[start : start + width] for start in range(first * width, last * width, width)]
         self.pool.seal(blocks, hashes[first:last], contents)
 
-    def seal_last(self, sequences: Items[Sequence], slots: Index, computed: Ints) -> None:
-        """Make findable the block that each of `sequences` filled with its last computed token.
+    def full_blocks(
+        self, sequences: Items[Sequence], slots: Index, computed: Ints, among: Index | None = None
+    ) -> FullBlocks:
+        """Return those of decoding sequences that have filled a block with their last computed token.
 
-        `seal` for many decoding sequences at once: their tokens are gathered together. computed: [sequences].
-        Can be repeated, should it have failed half-way.
+        computed: tokens of each, [sequences]. among: the rows to look at; None = all.
         """
         tables = self.tables
-        indices = (computed >> tables.shift) - 1
+        rows = (computed & tables.offset_mask == 0).nonzero()[0] if among is None else among
+        slots = slots[rows]
+        indices = (computed[rows] >> tables.shift) - 1
         places = slots * tables.blocks_per_slot + indices
+        return FullBlocks(rows, [sequences[row] for row in rows.tolist()], slots, indices, places)
+
+    def seal_last(self, full: FullBlocks) -> None:
+        """Make full blocks findable: `seal` for many decoding sequences at once.
+
+        Can be repeated, should it have failed half-way.
+        """
+        tables, places = self.tables, full.places
         contents = tables.block_tokens[places].tolist()
         digests = []
-        for sequence, index, content in zip(sequences, indices.tolist(), contents, strict=True):
+        for sequence, index, content in zip(full.sequences, full.indices.tolist(), contents, strict=True):
             hashes = sequence.block_hashes
             if len(hashes) == index:
                 hashes.append(block_hash(hashes[-1] if hashes else root_hash(sequence.request.cache_salt), content))
