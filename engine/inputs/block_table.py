@@ -48,8 +48,8 @@ class BlockRows:
         width, grown = self._width(continued.longest), continued.grown
         if self._rows.shape[1] != width:
             self._rows = self._tables.blocks[schedule.slots, :width]
-        elif len(grown.rows):
-            self._rows[grown.rows, grown.indices + 1] = continued.new_blocks
+        elif grown.sequences:
+            self._rows[grown.rows, grown.columns] = continued.new_blocks
         return self._rows
 
     def _width(self, longest: int) -> int:

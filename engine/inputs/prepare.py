@@ -13,10 +13,8 @@ from engine.inputs.block_table import BlockRows
 from engine.inputs.grammar_masks import MaskMaker
 from engine.report import NO_DRAWS, NO_ENDINGS, NO_PAIRS, NO_STATES, Ints, PromptScores, SamplingInputs, StepInputs
 from engine.sampling.parameter_table import NO_LOGPROBS, SamplingTable
-from engine.scheduler.schedule import Continued, Index, Schedule
+from engine.scheduler.schedule import ONE, Continued, Index, Schedule
 from engine.scheduler.slots import SlotTables
-
-ONE: Ints = np.ones(1, np.int32)
 
 
 @dataclass(slots=True)
@@ -206,14 +204,13 @@ class InputBuilder:
         self._counting: Ints = np.arange(max(max_tokens, tables.num_slots) + 1, dtype=np.int32)
         self._buffers = _TokenBuffers(max_tokens)
         self._block_rows = BlockRows(tables)
-        self._slots: Ints = NO_STATES  # of the step prepared last
-        self._reached: Ints | None = None  # its `Schedule.seq_lens`, once it was prepared
+        self._before: StepInputs | None = None  # what was prepared last
 
     def prepare(self, schedule: Schedule) -> tuple[StepInputs, SamplingInputs]:
         """Return what the ranks compute and how rank 0 samples."""
-        continued, reached, self._reached = schedule.continued, self._reached, None
-        if continued is not None and schedule.num_computed is reached:
-            inputs = self._continue(schedule, continued)
+        before, self._before = self._before, None
+        if before is not None and schedule.continued is not None and schedule.num_computed is before.seq_lens:
+            inputs = self._continue(schedule, schedule.continued, before)
         else:
             inputs = self._begin(schedule)
         if schedule.states is not None:
@@ -222,14 +219,13 @@ class InputBuilder:
         sampling = self._sampling.build(schedule)
         if schedule.scores or schedule.pooled:
             self._read_prompts(schedule, inputs, sampling)
-        self._reached = schedule.seq_lens
+        self._before = inputs
         return inputs, sampling
 
     def _begin(self, schedule: Schedule) -> StepInputs:
         """Return the inputs of any step."""
         query_start_loc = self._query_start_loc(schedule)
         tokens = self.token_level(schedule, query_start_loc)
-        self._slots = schedule.slots.astype(np.int32)
         return StepInputs(
             input_ids=tokens.input_ids,
             positions=tokens.positions,
@@ -241,30 +237,29 @@ class InputBuilder:
             logits_indices=self._logits_indices(schedule, query_start_loc),
             copy_blocks=np.array(schedule.copies, np.int32) if schedule.copies else NO_PAIRS,
             carried=_carried(schedule, query_start_loc),
-            slots=self._slots,
+            slots=schedule.slots.astype(np.int32),
         )
 
-    def _continue(self, schedule: Schedule, continued: Continued) -> StepInputs:
-        """Return the inputs of a step that moves the rows of the one before, prepared last, on by one token."""
-        rows, grown = len(schedule.slots), continued.grown
-        slot_mapping = self._buffers.views(rows).slot_mapping
+    def _continue(self, schedule: Schedule, continued: Continued, before: StepInputs) -> StepInputs:
+        """Return the inputs of a step that moves the rows of `before`, which was prepared last, on by one token."""
+        slot_mapping, grown = before.slot_mapping, continued.grown
         np.add(slot_mapping, ONE, out=slot_mapping)
-        if len(grown.rows):
+        if grown.sequences:
             slot_mapping[grown.rows] = continued.new_blocks << self._shift
         return StepInputs(
             self._tables.flat_tokens[continued.token_places],
             schedule.num_computed,
             slot_mapping,
-            self._counting[: rows + 1],
+            before.query_start_loc,
             schedule.seq_lens,
             schedule.num_computed,
             self._block_rows.append(schedule, continued),
-            self._counting[:rows],
+            before.logits_indices,
             NO_PAIRS,
             NO_PAIRS,
             NO_DRAWS,
             NO_PAIRS if schedule.carried is None else schedule.carried,
-            self._slots,
+            before.slots,
             NO_STATES,
             NO_PAIRS,
         )

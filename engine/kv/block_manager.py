@@ -32,6 +32,14 @@ def block_hash(parent: bytes, tokens: bytes) -> bytes:
     return blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest()
 
 
+def block_hashes(parents: Iterable[bytes], contents: Iterable[bytes]) -> list[bytes]:
+    """Return the `block_hash` of each of many blocks."""
+    return [
+        blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest()
+        for parent, tokens in zip(parents, contents, strict=True)
+    ]
+
+
 def token_bytes(token_ids: Sequence[int] | NDArray[np.int32]) -> bytes:
     """Return token ids as little-endian int32. Raises `OverflowError` for an id outside int32."""
     return np.asarray(token_ids, dtype="<i4").tobytes()

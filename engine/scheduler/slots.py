@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 
 from engine.errors import IntegrityError
 from engine.events import BlocksTaken, Events, Left
-from engine.kv.block_manager import TOKEN_BYTES, BlockManager, block_hash, extend_hashes, root_hash, token_bytes
+from engine.kv.block_manager import TOKEN_BYTES, BlockManager, block_hashes, extend_hashes, root_hash, token_bytes
 from engine.report import Ints
 from engine.request import Request, Sequence
 from engine.sampling.parameter_table import SamplingTable
-from engine.scheduler.schedule import FullBlocks, Index
+from engine.scheduler.schedule import ONE_PLACE, Index, RowBlocks
 from engine.scheduler.states import States
 
 
 class SlotTables:
-    """Tokens, blocks and counts by slot (S slots, K blocks of a context, M tokens of these). A free slot is all zeros.
+    """Tokens, blocks and counts by slot (S slots, K blocks of a context, M tokens of them). A free slot is all zeros.
 
     tokens: prompt and output so far; what lies beyond `num_tokens` is zero.
     blocks: physical block of each logical block; 0 = none.
@@ -35,7 +35,6 @@ class SlotTables:
         self.num_slots = num_slots
         self.block_size = block_size
         self.shift = block_size.bit_length() - 1  # token >> shift = its block
-        self.offset_mask = block_size - 1
         self.blocks_per_slot = -(-context_len // block_size)  # K
         self.tokens_per_slot = self.blocks_per_slot * block_size  # M
         self.tokens: Ints = np.zeros((num_slots, self.tokens_per_slot), "<i4")  # [S, M]
@@ -100,6 +99,7 @@ class StopTokens:
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self._watchers: Ints = np.zeros(vocab_size, np.int32)
         self._watchers[list(self.eos_token_ids)] = 1
+        self._watched: NDArray[np.bool_] = self._watchers > 0
 
     def of(self, request: Request) -> tuple[int, ...]:
         """Return all ids that end this request."""
@@ -110,10 +110,11 @@ class StopTokens:
         """Count the stop ids of a sequence of `request` that starts to run. change: -1 when it leaves."""
         for token in request.params.stop_token_ids:
             self._watchers[token] += change
+            self._watched[token] = self._watchers[token] > 0
 
-    def hits(self, token_ids: Ints) -> NDArray[np.int32]:
-        """Return a nonzero figure for every token that is watched. [num_samples] -> [num_samples]."""
-        return self._watchers.take(token_ids)
+    def hits(self, token_ids: Ints) -> NDArray[np.bool_]:
+        """Return which tokens are watched. [num_samples] -> [num_samples]."""
+        return self._watched.take(token_ids)
 
     def check_integrity(self, watching: Iterable[Request]) -> None:
         """Raise `IntegrityError` unless exactly these sequences' requests are watched for. O(vocabulary)."""
@@ -121,7 +122,7 @@ class StopTokens:
         expected[list(self.eos_token_ids)] = 1
         for request in watching:
             np.add.at(expected, np.array(request.params.stop_token_ids, np.intp), 1)
-        if not np.array_equal(expected, self._watchers):
+        if not (np.array_equal(expected, self._watchers) and np.array_equal(expected > 0, self._watched)):
             raise IntegrityError("stop ids are watched for sequences that left, or not for some that run")
 
 
@@ -236,15 +237,16 @@ class Slots:
             self._taken(sequence, blocks)
             self.tables.append_blocks(sequence.slot, blocks)
 
-    def grow_by_one(self, sequences: Items[Sequence], slots: Index) -> Ints:
-        """Give each of `sequences` its next block, and return these: `grow` for many decoding sequences at once."""
-        tables = self.tables
-        blocks = self.pool.allocate(len(sequences))
-        self._events.emit(BlocksTaken(sequences, blocks))
-        held = tables.num_blocks[slots]
+    def grow_by_one(self, new: RowBlocks) -> Ints:
+        """Give decoding sequences the blocks at the places of `new`, each its next one; return these, [new].
+
+        `grow` for many sequences at once.
+        """
+        blocks = self.pool.allocate(len(new.sequences))
+        self._events.emit(BlocksTaken(new.sequences, blocks))
         numbers: Ints = np.array(blocks, np.int32)
-        tables.flat_blocks[slots * tables.blocks_per_slot + held] = numbers
-        tables.num_blocks[slots] = held + 1
+        self.tables.flat_blocks[new.places] = numbers
+        self.tables.num_blocks[new.slots] = new.columns + ONE_PLACE
         return numbers
 
     def fork(self, leader: Sequence, sibling: Sequence) -> None:
@@ -283,34 +285,33 @@ class Slots:
         contents = [tokens[start : start + width] for start in range(first * width, last * width, width)]
         self.pool.seal(blocks, hashes[first:last], contents)
 
-    def full_blocks(
-        self, sequences: Items[Sequence], slots: Index, computed: Ints, among: Index | None = None
-    ) -> FullBlocks:
-        """Return those of decoding sequences that have filled a block with their last computed token.
+    def last_blocks(self, sequences: Items[Sequence], slots: Index, computed: Ints, rows: Index) -> RowBlocks:
+        """Return the full blocks that end with the last computed token of some sequences.
 
-        computed: tokens of each, [sequences]. among: the rows to look at; None = all.
+        computed: tokens of each, [sequences]. rows: where this is a multiple of a block.
         """
         tables = self.tables
-        rows = (computed & tables.offset_mask == 0).nonzero()[0] if among is None else among
         slots = slots[rows]
-        indices = (computed[rows] >> tables.shift) - 1
-        places = slots * tables.blocks_per_slot + indices
-        return FullBlocks(rows, [sequences[row] for row in rows.tolist()], slots, indices, places)
+        columns = (computed[rows] >> tables.shift) - 1
+        places = slots * tables.blocks_per_slot + columns
+        owners = [sequences[row] for row in rows.tolist()]
+        return RowBlocks(rows, owners, [one.block_hashes for one in owners], slots, columns, places)
 
-    def seal_last(self, full: FullBlocks) -> None:
+    def seal_last(self, full: RowBlocks) -> None:
         """Make full blocks findable: `seal` for many decoding sequences at once.
 
         Can be repeated, should it have failed half-way.
         """
-        tables, places = self.tables, full.places
-        contents = tables.block_tokens[places].tolist()
-        digests = []
-        for sequence, index, content in zip(full.sequences, full.indices.tolist(), contents, strict=True):
-            hashes = sequence.block_hashes
-            if len(hashes) == index:
-                hashes.append(block_hash(hashes[-1] if hashes else root_hash(sequence.request.cache_salt), content))
-            digests.append(hashes[index])
-        self.pool.seal(tables.flat_blocks[places].tolist(), digests, contents)
+        size, chains, columns = self.pool.block_size, full.chains, full.columns.tolist()
+        if 0 in columns or list(map(len, chains)) != columns:  # their first ones, or named before they were computed
+            for sequence, column in zip(full.sequences, columns, strict=True):
+                self.seal(sequence, column * size, (column + 1) * size)
+            return
+        contents = self.tables.block_tokens[full.places].tolist()
+        digests = block_hashes([chain[-1] for chain in chains], contents)
+        for chain, digest in zip(chains, digests, strict=True):
+            chain.append(digest)
+        self.pool.seal(self.tables.flat_blocks[full.places].tolist(), digests, contents)
 
     def leave(self, sequence: Sequence) -> None:
         """Take back slot and blocks. The tokens are gone afterwards; a slot-less sequence is left as it is."""

@@ -19,7 +19,7 @@ from engine.errors import (
 from engine.report import Ints
 from engine.request import FinishReason, Sequence
 from engine.scheduler.batch_state import BatchState
-from engine.scheduler.schedule import FullBlocks, Schedule
+from engine.scheduler.schedule import RowBlocks, Schedule
 from engine.scheduler.slots import Slots
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class Updater:
             computed = int(schedule.num_computed[row]), int(schedule.seq_lens[row])
             self._guard.run(sequence, self._slots.seal, sequence, *computed)
 
-    def _filled(self, schedule: Schedule) -> tuple[FullBlocks, list[int]]:
+    def _filled(self, schedule: Schedule) -> tuple[RowBlocks, list[int]]:
         """Return the blocks that decoding sequences filled, and the rows of others that filled some."""
         if schedule.continued is not None and not schedule.gone:
             return schedule.continued.full, []
@@ -160,7 +160,7 @@ class Updater:
         if not schedule.decode:
             by_one = schedule.query_lens[filled] == 1
             decoded, others = filled[by_one], filled[~by_one].tolist()
-        return self._slots.full_blocks(schedule.sequences, schedule.slots, schedule.seq_lens, decoded), others
+        return self._slots.last_blocks(schedule.sequences, schedule.slots, schedule.seq_lens, decoded), others
 
     def _write_one_each(self, schedule: Schedule, token_ids: Ints) -> None:
         """Put the drawn tokens at their positions, and end the sequences that are done."""
