@@ -177,8 +177,7 @@ class PromptLogprobs:
     logprobs: tuple[TokenLogprob, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockEvents:
+class BlockEvents(NamedTuple):
     """What the prefix cache gained and lost in one step, by block hash, in order of happening within each list."""
 
     stored: tuple[bytes, ...] = ()

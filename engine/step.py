@@ -128,8 +128,10 @@ def find_fault(outputs: StepOutputs, schedule: Schedule, wants_logprobs: bool, v
         num_tokens = int(counts.sum())
     if tokens.dtype != INT32 or tokens.shape != (num_tokens,):
         return f"the executor returned {tokens.dtype}{list(tokens.shape)} for {num_tokens} tokens of int32"
-    if num_tokens and int(np.maximum.reduce(tokens.view(UINT32))) >= vocab_size:  # negative ids are large ones here
-        return f"the executor drew a token outside the vocabulary of {vocab_size}"
+    if num_tokens:
+        ids = tokens.view(UINT32)  # negative ids are large ones here
+        if ids[ids.argmax()] >= vocab_size:  # `max` takes twice as long
+            return f"the executor drew a token outside the vocabulary of {vocab_size}"
     if wants_logprobs and num_samples and outputs.logprobs is None:
         return "the executor returned no log-probabilities although some were asked for"
     return None

@@ -201,6 +201,7 @@ class InputBuilder:
         self._sampling = SamplingBuilder(tables, params, masks)
         self._shift = block_size.bit_length() - 1
         self._mask = block_size - 1
+        self._block_size: Ints = np.array([block_size], np.int32)
         self._counting: Ints = np.arange(max(max_tokens, tables.num_slots) + 1, dtype=np.int32)
         self._buffers = _TokenBuffers(max_tokens)
         self._block_rows = BlockRows(tables)
@@ -242,10 +243,9 @@ class InputBuilder:
 
     def _continue(self, schedule: Schedule, continued: Continued, before: StepInputs) -> StepInputs:
         """Return the inputs of a step that moves the rows of `before`, which was prepared last, on by one token."""
-        slot_mapping, grown = before.slot_mapping, continued.grown
-        np.add(slot_mapping, ONE, out=slot_mapping)
+        slot_mapping, grown = before.slot_mapping + ONE, continued.grown
         if grown.sequences:
-            slot_mapping[grown.rows] = continued.new_blocks << self._shift
+            slot_mapping[grown.rows] = continued.new_blocks * self._block_size
         return StepInputs(
             self._tables.flat_tokens[continued.token_places],
             schedule.num_computed,

@@ -278,7 +278,8 @@ class BatchState:
         if self._slots.states is not None:
             self._slots.states.launch(schedule.slots)
         if schedule.continued is not None:
-            np.add(tables.progress, schedule.continued.progress, out=tables.progress)
+            progress = tables.progress
+            progress += schedule.continued.progress
         else:
             tables.num_computed[schedule.slots] = schedule.seq_lens
             if self.prefilling:
