@@ -3,7 +3,7 @@
 The engine explains no waits and keeps no accounts: a listener is called with each event as it happens
 (`EngineCore.call_on_event`). Times are seconds on the engine's clock.
 
-No event is changed once it was emitted. Those of every step are not frozen: making them takes a third of the time then.
+No event is changed once it was emitted. Those of every step are not frozen: that takes a third of the time.
 """
 
 from __future__ import annotations

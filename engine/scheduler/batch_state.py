@@ -214,8 +214,6 @@ class BatchState:
         before = self._launched
         if before is None or before.version != self.version or not before.decode or before.most_draws > 1:
             return None
-        if self.stale or self.prefilling or self.tail_sharers:
-            return None
         if self._run is None or self._run.last is not before:
             self._run = DecodeRun(before, self._slots)
         if not self._run.goes_on:
