@@ -151,7 +151,6 @@ class Slots:
         # Destination -> source of block copies that the next step must make. A destination that is given up before is
         # copied to nonetheless: its next owner writes later in the step.
         self.copies: dict[int, int] = {}
-        self.no_blocks: Ints = np.zeros(0, np.int32)
         self._num_structured = 0
         self._free_slots = list(range(tables.num_slots - 1, -1, -1))  # a stack: slot 0 is taken first
 
@@ -303,12 +302,16 @@ class Slots:
         Can be repeated, should it have failed half-way.
         """
         size, chains, columns = self.pool.block_size, full.chains, full.columns.tolist()
-        if 0 in columns or list(map(len, chains)) != columns:  # their first ones, or named before they were computed
+        if list(map(len, chains)) != columns:  # some were named before they were computed
             for sequence, column in zip(full.sequences, columns, strict=True):
                 self.seal(sequence, column * size, (column + 1) * size)
             return
         contents = self.tables.block_tokens[full.places].tolist()
-        digests = block_hashes([chain[-1] for chain in chains], contents)
+        parents = [
+            chain[-1] if chain else root_hash(sequence.request.cache_salt)
+            for chain, sequence in zip(chains, full.sequences, strict=True)
+        ]
+        digests = block_hashes(parents, contents)
         for chain, digest in zip(chains, digests, strict=True):
             chain.append(digest)
         self.pool.seal(self.tables.flat_blocks[full.places].tolist(), digests, contents)
