@@ -74,7 +74,7 @@ class EngineCore:
                 "num_kv_blocks",
             )
         stops = StopTokens(_checked(eos_token_ids, vocab_size), vocab_size)
-        tables = SlotTables(config.max_num_seqs, config.context_len, config.max_blocks_per_seq)
+        tables = SlotTables(config.max_num_seqs, config.context_len, config.block_size)
         params = SamplingTable(config.max_num_seqs)
         states = _states(config)
         snapshots = None if states is None else states.snapshots

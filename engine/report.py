@@ -20,6 +20,7 @@ Floats = NDArray[np.float32]
 NO_PAIRS: Ints = np.zeros((0, 2), np.int32)
 NO_DRAWS: Ints = np.zeros((0, 5), np.int32)
 NO_ENDINGS: Ints = np.zeros((0, 4), np.int32)
+NO_STATES: Ints = np.zeros(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -47,7 +48,7 @@ class StepInputs:
     # [num_carried, 2]  (row of input_ids, sample of the step before): ids that only the device knows; here they are 0
     slots: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     # [num_reqs]  row of each sequence in a block table that lives across steps; empty = 0, 1, 2, ...
-    state_sources: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
+    state_sources: Ints = field(default_factory=lambda: NO_STATES)
     # [num_reqs]  slot of the state cache that each recurrent state is read from, -1 = zeros; it is written to `slots`
     state_copies: Ints = field(default_factory=lambda: NO_PAIRS)
     # [num_copies, 2]  (slot, target) of recurrent states that are copied when the step has run
@@ -176,8 +177,7 @@ class PromptLogprobs:
     logprobs: tuple[TokenLogprob, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockEvents:
+class BlockEvents(NamedTuple):
     """What the prefix cache gained and lost in one step, by block hash, in order of happening within each list."""
 
     stored: tuple[bytes, ...] = ()

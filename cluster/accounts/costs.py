@@ -86,7 +86,7 @@ class CostMeter:
         self._used: WeakKeyDictionary[Sequence, EngineUsage] = WeakKeyDictionary()
         self._accounts: dict[str, _Account] = {}
         self._payers: list[str | None] = []  # [blocks]  None of those that are not held
-        self._held: dict[str, int] = {}  # blocks by payer; those that hold none are left out
+        self._held: Counter[str] = Counter()  # blocks by payer; those that hold none are left out
         self._idle = EngineUsage()
         self._batch: Shares | None = None  # as of the last step
         self._shares: list[_TenantShare] = []
@@ -103,12 +103,15 @@ class CostMeter:
         """Note which tenants pay for blocks."""
         if not event.blocks:
             return
-        held, count = self._held, len(event.blocks) if len(event.sequences) == 1 else 1
         payers = [sequence.request.tenant for sequence in event.sequences]
-        for payer in payers:
-            held[payer] = held.get(payer, 0) + count
-        for block, payer in zip(event.blocks, payers * count, strict=True):
+        if len(payers) == 1:
+            payers *= len(event.blocks)
+        for block, payer in zip(event.blocks, payers, strict=True):
             self._payers[block] = payer
+        if len(set(payers)) == 1:
+            self._held[payers[0]] += len(payers)
+        else:
+            self._held.update(payers)
 
     def left(self, event: Left) -> None:
         """Note that a sequence has left its slot, and that no tenant pays for the blocks it freed any more."""
@@ -178,8 +181,8 @@ class CostMeter:
         charged = EngineUsage(sum(one.device_ns for one in accounts), sum(one.block_ns for one in accounts))
         if charged != total or self._idle.block_ns < 0:
             raise IntegrityError(f"{charged} was charged of {total}, {self._idle} of it idle")
-        if (held := Counter(payer for payer in self._payers if payer is not None)) != self._held:
-            raise IntegrityError(f"payers hold {dict(held)} blocks, {dict(self._held)} are counted")
+        if (held := dict(Counter(payer for payer in self._payers if payer is not None))) != dict(self._held):
+            raise IntegrityError(f"payers hold {held} blocks, {dict(self._held)} are counted")
 
     def _charge_left(self, event: Ran, spent: int) -> int:
         """Charge sequences that have left for their part of a step; return the rest, for the others."""

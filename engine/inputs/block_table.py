@@ -1,8 +1,8 @@
 """The block table outside the scheduler: who holds a copy, and why.
 
 - `engine.scheduler.slots.SlotTables.blocks`, a row a slot, is the table: the scheduler writes it and nothing else.
-- `engine.inputs.prepare.InputBuilder` keeps the rows of the last step in the order in which attention reads them, so
-  that a decode step reads again only the rows that grew.
+- `BlockRows` keeps the rows of the last step in the order in which attention reads them, so that a decode step reads
+  again only the rows that grew.
 - Each rank of a group, and each rank on a GPU, has one `RankTable`: what that rank knows of the table. A step is sent
   as the entries that are new, found once, on rank 0, by comparing; the other ranks take them in.
 - `engine.inputs.step_buffers.StepBuffers` has that table on the GPU, where CUDA graphs read it: a step's rows are
@@ -17,9 +17,44 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.report import Ints, StepInputs
+from engine.scheduler.schedule import Continued, Schedule
+from engine.scheduler.slots import SlotTables
 
 # Each row begins at a multiple of so many int32, as kernels are compiled for: 64 bytes.
 ALIGNMENT = 16
+
+
+class BlockRows:
+    """The rows of the block table that a step reads, in its order and as wide as the longest."""
+
+    def __init__(self, tables: SlotTables) -> None:
+        self._tables = tables
+        self._rows: Ints = np.zeros((0, 0), np.int32)
+        self._version = 0
+
+    def read(self, schedule: Schedule) -> Ints:
+        """Return the rows of any step, [num_reqs, width]; only those that changed are read again."""
+        width = self._width(int(schedule.seq_lens.max()))
+        changed = schedule.changed_rows
+        if not schedule.version or schedule.version != self._version or self._rows.shape[1] != width:
+            self._rows = self._tables.blocks[schedule.slots, :width]
+            self._version = schedule.version
+        elif changed is not None:
+            self._rows[changed] = self._tables.blocks[schedule.slots[changed], :width]
+        return self._rows
+
+    def append(self, schedule: Schedule, continued: Continued) -> Ints:
+        """As `read`, of a step that moves the rows of the one read last on by one token."""
+        width, grown = self._width(continued.longest), continued.grown
+        if self._rows.shape[1] != width:
+            self._rows = self._tables.blocks[schedule.slots, :width]
+        elif grown.sequences:
+            self._rows[grown.rows, grown.columns] = continued.new_blocks
+        return self._rows
+
+    def _width(self, longest: int) -> int:
+        """Return how many blocks hold `longest` tokens."""
+        return -(-longest >> self._tables.shift)
 
 
 class RankTable:
@@ -66,7 +101,7 @@ class RankTable:
 
     def read(self, rows: Ints, count: int) -> Ints:
         """Return the first `count` columns of `rows`, a copy."""
-        return self.table[:, :count].take(rows, axis=0)
+        return self.table[rows, :count]
 
     def forget(self) -> None:
         """Begin anew, where it is not known what has arrived."""

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine.inputs.block_table import BlockRows
 from engine.inputs.grammar_masks import MaskMaker
-from engine.report import NO_ENDINGS, NO_PAIRS, Ints, PromptScores, SamplingInputs, StepInputs
+from engine.report import NO_DRAWS, NO_ENDINGS, NO_PAIRS, NO_STATES, Ints, PromptScores, SamplingInputs, StepInputs
 from engine.sampling.parameter_table import NO_LOGPROBS, SamplingTable
-from engine.scheduler.schedule import Index, Schedule
+from engine.scheduler.schedule import ONE, Continued, Index, Schedule
 from engine.scheduler.slots import SlotTables
 
 
@@ -137,7 +138,7 @@ class SamplingBuilder:
         starts, lens: the first position and the number of ids of each of `rows`.
         """
         columns = np.arange(int(lens.max()))
-        first = slots[rows] * self._tables.context_len + starts
+        first = slots[rows] * self._tables.tokens_per_slot + starts
         # What is read past the end of a row's ids is overwritten.
         found = self._tables.flat_tokens.take(first[:, None] + columns, mode="clip")
         np.copyto(found, -1, where=columns >= lens[:, None])
@@ -200,35 +201,68 @@ class InputBuilder:
         self._sampling = SamplingBuilder(tables, params, masks)
         self._shift = block_size.bit_length() - 1
         self._mask = block_size - 1
+        self._block_size: Ints = np.array([block_size], np.int32)  # [1]: arrays multiply faster than numbers
         self._counting: Ints = np.arange(max(max_tokens, tables.num_slots) + 1, dtype=np.int32)
         self._buffers = _TokenBuffers(max_tokens)
-        self._block_rows: Ints = np.zeros((0, 0), np.int32)
-        self._version = 0
+        self._block_rows = BlockRows(tables)
+        self._before: StepInputs | None = None  # what was prepared last
 
     def prepare(self, schedule: Schedule) -> tuple[StepInputs, SamplingInputs]:
         """Return what the ranks compute and how rank 0 samples."""
-        query_start_loc = self._query_start_loc(schedule)
-        tokens = self.token_level(schedule, query_start_loc)
-        inputs = StepInputs(
-            input_ids=tokens.input_ids,
-            positions=tokens.positions,
-            slot_mapping=tokens.slot_mapping,
-            query_start_loc=query_start_loc,
-            seq_lens=schedule.seq_lens,
-            num_computed_tokens=schedule.num_computed,
-            block_tables=self._block_tables(schedule),
-            logits_indices=self._logits_indices(schedule, query_start_loc),
-            copy_blocks=np.array(schedule.copies, np.int32) if schedule.copies else NO_PAIRS,
-            carried=_carried(schedule, query_start_loc),
-            slots=schedule.slots.astype(np.int32),
-        )
+        before, self._before = self._before, None
+        if before is not None and schedule.continued is not None and schedule.num_computed is before.seq_lens:
+            inputs = self._continue(schedule, schedule.continued, before)
+        else:
+            inputs = self._begin(schedule)
         if schedule.states is not None:
             inputs.state_sources = schedule.states.sources
             inputs.state_copies = np.array(schedule.states.copies, np.int32).reshape(-1, 2)
         sampling = self._sampling.build(schedule)
         if schedule.scores or schedule.pooled:
             self._read_prompts(schedule, inputs, sampling)
+        self._before = inputs
         return inputs, sampling
+
+    def _begin(self, schedule: Schedule) -> StepInputs:
+        """Return the inputs of any step."""
+        query_start_loc = self._query_start_loc(schedule)
+        tokens = self.token_level(schedule, query_start_loc)
+        return StepInputs(
+            input_ids=tokens.input_ids,
+            positions=tokens.positions,
+            slot_mapping=tokens.slot_mapping,
+            query_start_loc=query_start_loc,
+            seq_lens=schedule.seq_lens,
+            num_computed_tokens=schedule.num_computed,
+            block_tables=self._block_rows.read(schedule),
+            logits_indices=self._logits_indices(schedule, query_start_loc),
+            copy_blocks=np.array(schedule.copies, np.int32) if schedule.copies else NO_PAIRS,
+            carried=_carried(schedule, query_start_loc),
+            slots=schedule.slots.astype(np.int32),
+        )
+
+    def _continue(self, schedule: Schedule, continued: Continued, before: StepInputs) -> StepInputs:
+        """Return the inputs of a step that moves the rows of `before`, which was prepared last, on by one token."""
+        slot_mapping, grown = before.slot_mapping + ONE, continued.grown
+        if grown.sequences:
+            slot_mapping[grown.rows] = continued.new_blocks * self._block_size
+        return StepInputs(
+            self._tables.flat_tokens[continued.token_places],
+            schedule.num_computed,
+            slot_mapping,
+            before.query_start_loc,
+            schedule.seq_lens,
+            schedule.num_computed,
+            self._block_rows.append(schedule, continued),
+            before.logits_indices,
+            NO_PAIRS,
+            NO_PAIRS,
+            NO_DRAWS,
+            NO_PAIRS if schedule.carried is None else schedule.carried,
+            before.slots,
+            NO_STATES,
+            NO_PAIRS,
+        )
 
     def _read_prompts(self, schedule: Schedule, inputs: StepInputs, sampling: SamplingInputs) -> None:
         """Add the rows whose logits are of prompt tokens, and those whose hidden states are pooled."""
@@ -268,11 +302,11 @@ class InputBuilder:
         tables = self._tables
         out = self._buffers.views(len(positions))
         np.copyto(out.positions, positions)
-        np.multiply(request_indices, tables.context_len, out=out.token_indices)
+        np.multiply(request_indices, tables.tokens_per_slot, out=out.token_indices)
         np.add(out.token_indices, positions, out=out.token_indices)
         tables.flat_tokens.take(out.token_indices, out=out.input_ids, mode="clip")
         np.right_shift(positions, self._shift, out=out.offsets)
-        np.multiply(request_indices, tables.blocks.shape[1], out=out.block_table_indices)
+        np.multiply(request_indices, tables.blocks_per_slot, out=out.block_table_indices)
         np.add(out.block_table_indices, out.offsets, out=out.block_table_indices)
         tables.flat_blocks.take(out.block_table_indices, out=out.block_numbers, mode="clip")
         np.bitwise_and(positions, self._mask, out=out.offsets)
@@ -292,17 +326,6 @@ class InputBuilder:
         if schedule.decode:
             return self._counting[: len(schedule.slots)]
         return query_start_loc[schedule.sample_rows + 1] - 1
-
-    def _block_tables(self, schedule: Schedule) -> Ints:
-        """Return the block-table rows, as wide as the longest; only rows that changed are read again."""
-        width = (int(schedule.seq_lens.max()) + self._mask) >> self._shift
-        rows = self._block_rows
-        if not schedule.version or schedule.version != self._version or rows.shape[1] != width:
-            self._block_rows = self._tables.blocks[:, :width].take(schedule.slots, axis=0)
-            self._version = schedule.version
-        elif schedule.changed_rows is not None:
-            rows[schedule.changed_rows] = self._tables.blocks[schedule.slots[schedule.changed_rows], :width]
-        return self._block_rows
 
 
 class _TokenBuffers:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from engine.errors import IntegrityError
 from engine.report import Finish, Ints
 from engine.request import FinishReason, GrammarState, Request, Sequence, SequenceStatus
+from engine.scheduler.decode_run import DecodeRun
 from engine.scheduler.schedule import Index, Schedule
 from engine.scheduler.slots import Slots
 from engine.scheduler.waiting import WaitingQueue
@@ -42,6 +43,8 @@ class BatchState:
         self.prefilling: dict[Sequence, None] = {}
         self.tail_sharers: dict[Sequence, None] = {}
         self.in_flight: list[Schedule] = []
+        self._launched: Schedule | None = None  # the last one, unless another was planned since
+        self._run: DecodeRun | None = None
         self._slots = slots
         self._tables = slots.tables
         self._by_priority = by_priority
@@ -203,12 +206,34 @@ class BatchState:
         self.stale = False
         return stays
 
+    def decode_run(self) -> DecodeRun | None:
+        """Return the run of decode steps that the next step goes on with; None where it has to be planned anew.
+
+        Asked for once before each step: it is not given again until a step was launched.
+        """
+        before = self._launched
+        if before is None or before.version != self.version or not before.decode or before.most_draws > 1:
+            return None
+        if self._run is None or self._run.last is not before:
+            self._run = DecodeRun(before, self._slots)
+        if not self._run.goes_on:
+            return None
+        self._launched = None
+        return self._run
+
+    def plan_on(self, run: DecodeRun) -> Schedule:
+        """Return the next step of `run`, which `decode_run` gave and whose sequences are all that run."""
+        schedule = run.plan()
+        self._complete(schedule)
+        return schedule
+
     def plan(self, query_lens: Ints, grown: Index, most_draws: int) -> Schedule | None:
         """Return the schedule of the running sequences; None if none of them computes anything.
 
         query_lens: tokens that each computes, [running]. grown: rows with new blocks. most_draws: tokens that a row
         may draw at most.
         """
+        self._launched = None
         sequences, slots, version = self.running, self.running_slots, self.version
         if np.count_nonzero(query_lens) < len(query_lens):
             kept = query_lens.nonzero()[0]
@@ -241,24 +266,26 @@ class BatchState:
                 schedule.read_prompts()
                 rows = rows[[sequences[row].request.pooling is None for row in rows.tolist()]]
             schedule.choose_samples(rows, self.siblings)
-        if self.in_flight:
-            schedule.carried = self._carried(schedule, self.in_flight[-1])
-        if (states := self._slots.states) is not None:
-            schedule.states = states.plan(schedule, self.siblings, self._slots.pool.enable_prefix_caching)
+        self._complete(schedule)
         return schedule
 
     def launch(self, schedule: Schedule) -> None:
         """Count the tokens of a step that was launched as computed, and one for each row that it draws for."""
         tables = self._tables
         self._slots.copies.clear()
-        tables.num_computed[schedule.slots] = schedule.seq_lens
         if self._slots.states is not None:
             self._slots.states.launch(schedule.slots)
-        if self.prefilling:
-            for sequence in [s for s in self.prefilling if s.num_computed_tokens == s.num_tokens]:
-                del self.prefilling[sequence]
-        tables.num_tokens[schedule.sample_slots] = schedule.sample_positions + 1
+        if schedule.continued is not None:
+            progress = tables.progress
+            progress += schedule.continued.progress
+        else:
+            tables.num_computed[schedule.slots] = schedule.seq_lens
+            if self.prefilling:
+                for sequence in [s for s in self.prefilling if s.num_computed_tokens == s.num_tokens]:
+                    del self.prefilling[sequence]
+            tables.num_tokens[schedule.sample_slots] = schedule.sample_positions + 1
         self.in_flight.append(schedule)
+        self._launched = schedule
 
     def extend(self, schedule: Schedule, rows: Index, num_more: Ints) -> None:
         """Count tokens that samples `rows` drew beyond the first; these are left to compute beside the last one."""
@@ -346,6 +373,13 @@ class BatchState:
         self.prefilling.pop(sequence, None)
         self.tail_sharers.pop(sequence, None)
         self.stale = True
+
+    def _complete(self, schedule: Schedule) -> None:
+        """Add to a schedule what it takes from the step before it, and what is done with states."""
+        if self.in_flight:
+            schedule.carried = self._carried(schedule, self.in_flight[-1])
+        if (states := self._slots.states) is not None:
+            schedule.states = states.plan(schedule, self.siblings, self._slots.pool.enable_prefix_caching)
 
     def _carried(self, schedule: Schedule, before: Schedule) -> Ints:
         if schedule.version and schedule.version == before.version:

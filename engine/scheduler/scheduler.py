@@ -156,16 +156,22 @@ class Scheduler:
         if before is not None and (reason := before.holds_next):
             self.hold(reason)
             return None
-        query_lens = self._share_budget()
-        if before is not None and batch.lacks_blocks(query_lens):
-            self.hold(Hold.BLOCKS)
-            return None
-        grown = self._make_room(query_lens)
+        run = batch.decode_run()
+        if run is not None:
+            query_lens, grown = run.last.query_lens, run.grow()
+        else:
+            query_lens = self._share_budget()
+            if before is not None and batch.lacks_blocks(query_lens):
+                self.hold(Hold.BLOCKS)
+                return None
+            grown = self._make_room(query_lens)
         if batch.waiting and not batch.stale:
             query_lens = self._adder.add(query_lens, self.now)
         if (stays := batch.refresh()) is not None:
             query_lens = query_lens[stays]
         self._check_if_in_doubt()
+        if run is not None and run.last.version == batch.version:
+            return batch.plan_on(run)
         return batch.plan(query_lens, grown, self._most_draws) if batch.running else None
 
     def hold(self, reason: Hold) -> None:
@@ -217,7 +223,8 @@ class Scheduler:
         if not short.size:
             return short
         if not batch.prefilling and not batch.stale and short.size <= self._pool.num_available:
-            self._slots.grow_by_one([batch.running[row] for row in short.tolist()], slots[short])
+            computed = self._tables.num_computed[slots]
+            self._slots.grow_by_one(self._slots.last_blocks(batch.running, slots, computed, short).next())
             return short
         for sequence, length in [(batch.running[row], int(seq_lens[row])) for row in short.tolist()]:
             if sequence.status is SequenceStatus.RUNNING:
@@ -283,21 +290,21 @@ class Scheduler:
         prefilling = 0
         for sequence in batch.prefilling:
             prefilling += sequence.num_tokens - sequence.num_computed_tokens
-        return EngineStats(
-            num_running=len(batch.running),
-            num_waiting=len(batch.waiting),
-            kv_blocks_total=pool.num_blocks - 1,
-            kv_blocks_free=pool.num_free,
-            kv_blocks_cached=pool.num_cached,
-            prefix_query_tokens=self._adder.prefix_queries,
-            prefix_hit_tokens=self._adder.prefix_hits,
-            preemptions=self._num_preempted,
-            prompt_tokens=self._adder.prompt_tokens,
-            generated_tokens=self._num_generated,
-            outstanding_tokens=batch.waiting.num_tokens + prefilling,
-            steps_ahead=self._num_ahead,
-            steps_held=self._num_held,
-            waits_since=batch.waiting.waits_since(),
+        return EngineStats(  # by position, which takes a third of the time
+            len(batch.running),
+            len(batch.waiting),
+            pool.num_blocks - 1,
+            pool.num_free,
+            pool.num_cached,
+            self._adder.prefix_queries,
+            self._adder.prefix_hits,
+            self._num_preempted,
+            self._adder.prompt_tokens,
+            self._num_generated,
+            batch.waiting.num_tokens + prefilling,
+            self._num_ahead,
+            self._num_held,
+            batch.waiting.waits_since(),
         )
 
     def _check_if_in_doubt(self) -> None:

@@ -10,36 +10,41 @@ from numpy.typing import NDArray
 
 from engine.errors import IntegrityError
 from engine.events import BlocksTaken, Events, Left
-from engine.kv.block_manager import TOKEN_BYTES, BlockManager, block_hash, extend_hashes, root_hash, token_bytes
+from engine.kv.block_manager import TOKEN_BYTES, BlockManager, block_hashes, extend_hashes, root_hash, token_bytes
 from engine.report import Ints
 from engine.request import Request, Sequence
 from engine.sampling.parameter_table import SamplingTable
-from engine.scheduler.schedule import Index
+from engine.scheduler.schedule import ONE_PLACE, Index, RowBlocks
 from engine.scheduler.states import States
 
 
 class SlotTables:
-    """Tokens, blocks and counts by slot (S slots, contexts of M tokens, K blocks). A free slot is all zeros.
+    """Tokens, blocks and counts by slot (S slots, K blocks of a context, M tokens of them). A free slot is all zeros.
 
     tokens: prompt and output so far; what lies beyond `num_tokens` is zero.
     blocks: physical block of each logical block; 0 = none.
+    block_tokens: the tokens of each logical block, in the places that `flat_blocks` has for their blocks.
+    progress: `num_tokens` and `num_computed`, which steps move. [2, S]
     num_prompt / num_tokens / num_computed: prompt; prompt + output; tokens whose K/V are in the cache.
     limits: `num_tokens` at which the sequence must end.
     num_blocks: blocks that it holds.
     """
 
-    def __init__(self, num_slots: int, context_len: int, blocks_per_seq: int) -> None:
+    def __init__(self, num_slots: int, context_len: int, block_size: int) -> None:
+        """block_size: a power of two."""
         self.num_slots = num_slots
-        self.context_len = context_len
-        self.tokens: Ints = np.zeros((num_slots, context_len), "<i4")  # [S, M]
-        self.blocks: Ints = np.zeros((num_slots, blocks_per_seq), np.int32)  # [S, K]
-        self.num_prompt: Ints = np.zeros(num_slots, np.int32)
-        self.num_tokens: Ints = np.zeros(num_slots, np.int32)
-        self.num_computed: Ints = np.zeros(num_slots, np.int32)
-        self.limits: Ints = np.zeros(num_slots, np.int32)
-        self.num_blocks: Ints = np.zeros(num_slots, np.int32)
+        self.block_size = block_size
+        self.shift = block_size.bit_length() - 1  # token >> shift = its block
+        self.blocks_per_slot = -(-context_len // block_size)  # K
+        self.tokens_per_slot = self.blocks_per_slot * block_size  # M
+        self.tokens: Ints = np.zeros((num_slots, self.tokens_per_slot), "<i4")  # [S, M]
+        self.blocks: Ints = np.zeros((num_slots, self.blocks_per_slot), np.int32)  # [S, K]
+        self._counts: Ints = np.zeros((5, num_slots), np.int32)
+        self.progress = self._counts[:2]
+        self.num_tokens, self.num_computed, self.num_prompt, self.limits, self.num_blocks = self._counts
         self.flat_tokens: Ints = self.tokens.reshape(-1)  # [S * M], a view
         self.flat_blocks: Ints = self.blocks.reshape(-1)  # [S * K], a view
+        self.block_tokens: NDArray[np.void] = self.flat_tokens.view(f"V{block_size * TOKEN_BYTES}")  # [S * K], a view
 
     def fill(self, slot: int, prompt: Items[int], outputs: Items[int], limit: int) -> None:
         """Write a sequence that is admitted: the whole prompt at once, and the outputs known from before."""
@@ -81,8 +86,7 @@ class SlotTables:
         """Zero the row, so that nothing of its sequence can reach the next one."""
         self.tokens[slot, : self.num_tokens[slot]] = 0
         self.blocks[slot] = 0
-        for counts in (self.num_prompt, self.num_tokens, self.num_computed, self.limits, self.num_blocks):
-            counts[slot] = 0
+        self._counts[:, slot] = 0
 
 
 class StopTokens:
@@ -95,6 +99,7 @@ class StopTokens:
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self._watchers: Ints = np.zeros(vocab_size, np.int32)
         self._watchers[list(self.eos_token_ids)] = 1
+        self._watched: NDArray[np.bool_] = self._watchers > 0
 
     def of(self, request: Request) -> tuple[int, ...]:
         """Return all ids that end this request."""
@@ -105,10 +110,11 @@ class StopTokens:
         """Count the stop ids of a sequence of `request` that starts to run. change: -1 when it leaves."""
         for token in request.params.stop_token_ids:
             self._watchers[token] += change
+            self._watched[token] = self._watchers[token] > 0
 
-    def hits(self, token_ids: Ints) -> NDArray[np.int32]:
-        """Return a nonzero figure for every token that is watched. [num_samples] -> [num_samples]."""
-        return self._watchers.take(token_ids)
+    def hits(self, token_ids: Ints) -> NDArray[np.bool_]:
+        """Return which tokens are watched. [num_samples] -> [num_samples]."""
+        return self._watched.take(token_ids)
 
     def check_integrity(self, watching: Iterable[Request]) -> None:
         """Raise `IntegrityError` unless exactly these sequences' requests are watched for. O(vocabulary)."""
@@ -116,7 +122,7 @@ class StopTokens:
         expected[list(self.eos_token_ids)] = 1
         for request in watching:
             np.add.at(expected, np.array(request.params.stop_token_ids, np.intp), 1)
-        if not np.array_equal(expected, self._watchers):
+        if not (np.array_equal(expected, self._watchers) and np.array_equal(expected > 0, self._watched)):
             raise IntegrityError("stop ids are watched for sequences that left, or not for some that run")
 
 
@@ -146,7 +152,6 @@ class Slots:
         # copied to nonetheless: its next owner writes later in the step.
         self.copies: dict[int, int] = {}
         self._num_structured = 0
-        self._within_block = np.arange(pool.block_size)
         self._free_slots = list(range(tables.num_slots - 1, -1, -1))  # a stack: slot 0 is taken first
 
     @property
@@ -231,14 +236,17 @@ class Slots:
             self._taken(sequence, blocks)
             self.tables.append_blocks(sequence.slot, blocks)
 
-    def grow_by_one(self, sequences: Items[Sequence], slots: Index) -> None:
-        """Give each of `sequences` its next block: `grow` for many decoding sequences at once."""
-        tables = self.tables
-        blocks = self.pool.allocate(len(sequences))
-        self._events.emit(BlocksTaken(sequences, blocks))
-        held = tables.num_blocks[slots]
-        tables.flat_blocks[slots * tables.blocks.shape[1] + held] = blocks
-        tables.num_blocks[slots] = held + 1
+    def grow_by_one(self, new: RowBlocks) -> Ints:
+        """Give decoding sequences the blocks at the places of `new`, each its next one; return these, [new].
+
+        `grow` for many sequences at once.
+        """
+        blocks = self.pool.allocate(len(new.sequences))
+        self._events.emit(BlocksTaken(new.sequences, blocks))
+        numbers: Ints = np.array(blocks, np.int32)
+        self.tables.flat_blocks[new.places] = numbers
+        self.tables.num_blocks[new.slots] = new.columns + ONE_PLACE
+        return numbers
 
     def fork(self, leader: Sequence, sibling: Sequence) -> None:
         """Let `sibling`, which has its slot already, share all blocks of `leader`."""
@@ -276,25 +284,37 @@ class Slots:
         contents = [tokens[start : start + width] for start in range(first * width, last * width, width)]
         self.pool.seal(blocks, hashes[first:last], contents)
 
-    def seal_last(self, sequences: Items[Sequence], slots: Index, computed: Ints) -> None:
-        """Make findable the block that each of `sequences` filled with its last computed token.
+    def last_blocks(self, sequences: Items[Sequence], slots: Index, computed: Ints, rows: Index) -> RowBlocks:
+        """Return the full blocks that end with the last computed token of some sequences.
 
-        `seal` for many decoding sequences at once: their tokens are gathered together. computed: [sequences].
+        computed: tokens of each, [sequences]. rows: where this is a multiple of a block.
+        """
+        tables = self.tables
+        slots = slots[rows]
+        columns = (computed[rows] >> tables.shift) - 1
+        places = slots * tables.blocks_per_slot + columns
+        owners = [sequences[row] for row in rows.tolist()]
+        return RowBlocks(rows, owners, [one.block_hashes for one in owners], slots, columns, places)
+
+    def seal_last(self, full: RowBlocks) -> None:
+        """Make full blocks findable: `seal` for many decoding sequences at once.
+
         Can be repeated, should it have failed half-way.
         """
-        size = self.pool.block_size
-        first = slots * self.tables.context_len + computed - size
-        tokens = self.tables.flat_tokens[first[:, None] + self._within_block].tobytes()
-        width = size * TOKEN_BYTES
-        contents = [tokens[start : start + width] for start in range(0, len(tokens), width)]
-        indices = computed // size - 1
-        digests = []
-        for sequence, index, content in zip(sequences, indices.tolist(), contents, strict=True):
-            hashes = sequence.block_hashes
-            if len(hashes) == index:
-                hashes.append(block_hash(hashes[-1] if hashes else root_hash(sequence.request.cache_salt), content))
-            digests.append(hashes[index])
-        self.pool.seal(self.tables.blocks[slots, indices].tolist(), digests, contents)
+        size, chains, columns = self.pool.block_size, full.chains, full.columns.tolist()
+        if list(map(len, chains)) != columns:  # some were named before they were computed
+            for sequence, column in zip(full.sequences, columns, strict=True):
+                self.seal(sequence, column * size, (column + 1) * size)
+            return
+        contents = self.tables.block_tokens[full.places].tolist()
+        parents = [
+            chain[-1] if chain else root_hash(sequence.request.cache_salt)
+            for chain, sequence in zip(chains, full.sequences, strict=True)
+        ]
+        digests = block_hashes(parents, contents)
+        for chain, digest in zip(chains, digests, strict=True):
+            chain.append(digest)
+        self.pool.seal(self.tables.flat_blocks[full.places].tolist(), digests, contents)
 
     def leave(self, sequence: Sequence) -> None:
         """Take back slot and blocks. The tokens are gone afterwards; a slot-less sequence is left as it is."""

@@ -19,7 +19,7 @@ from engine.errors import (
 from engine.report import Ints
 from engine.request import FinishReason, Sequence
 from engine.scheduler.batch_state import BatchState
-from engine.scheduler.schedule import Schedule
+from engine.scheduler.schedule import RowBlocks, Schedule
 from engine.scheduler.slots import Slots
 
 logger = logging.getLogger(__name__)
@@ -134,37 +134,46 @@ class Updater:
 
     def _seal(self, schedule: Schedule) -> None:
         """Name the blocks that the step filled."""
-        filled = ((schedule.seq_lens >> self._shift) > (schedule.num_computed >> self._shift)).nonzero()[0]
-        if schedule.gone:
-            filled = filled[[schedule.sequences[row] not in schedule.gone for row in filled.tolist()]]
-        if not filled.size:
-            return
-        together, singly = filled, []
-        if not schedule.decode:
-            decoded = schedule.query_lens[filled] == 1
-            together, singly = filled[decoded], filled[~decoded].tolist()
+        together, singly = self._filled(schedule)
         try:
-            sequences = [schedule.sequences[row] for row in together.tolist()]
-            self._slots.seal_last(sequences, schedule.slots[together], schedule.seq_lens[together])
+            if len(together.rows):
+                self._slots.seal_last(together)
         except IntegrityError:
             raise
         except Exception:
             self._guard.in_doubt = True
             logger.warning("blocks could not be sealed together and are sealed one by one", exc_info=True)
-            singly = filled.tolist()
+            singly += together.rows.tolist()
         for row in singly:
             sequence = schedule.sequences[row]
             computed = int(schedule.num_computed[row]), int(schedule.seq_lens[row])
             self._guard.run(sequence, self._slots.seal, sequence, *computed)
 
+    def _filled(self, schedule: Schedule) -> tuple[RowBlocks, list[int]]:
+        """Return the blocks that decoding sequences filled, and the rows of others that filled some."""
+        if schedule.continued is not None and not schedule.gone:
+            return schedule.continued.full, []
+        filled = ((schedule.seq_lens >> self._shift) > (schedule.num_computed >> self._shift)).nonzero()[0]
+        if schedule.gone:
+            filled = filled[[schedule.sequences[row] not in schedule.gone for row in filled.tolist()]]
+        decoded, others = filled, []
+        if not schedule.decode:
+            by_one = schedule.query_lens[filled] == 1
+            decoded, others = filled[by_one], filled[~by_one].tolist()
+        return self._slots.last_blocks(schedule.sequences, schedule.slots, schedule.seq_lens, decoded), others
+
     def _write_one_each(self, schedule: Schedule, token_ids: Ints) -> None:
         """Put the drawn tokens at their positions, and end the sequences that are done."""
         tables, slots, positions = self._tables, schedule.sample_slots, schedule.sample_positions
-        tables.flat_tokens[slots * tables.context_len + positions] = token_ids
+        continued = schedule.continued
+        places = slots * tables.tokens_per_slot + positions if continued is None else continued.draw_places
+        tables.flat_tokens[places] = token_ids
         if self._slots.any_structured:
             for row in self._slots.structured[slots].nonzero()[0].tolist():
                 self._match(schedule.samples[row], int(token_ids[row]), int(positions[row]))
-        ended = np.logical_or(positions + 1 >= tables.limits[slots], self._slots.stops.hits(token_ids))
+        ended = self._slots.stops.hits(token_ids)
+        if continued is None:
+            ended = np.logical_or(ended, positions + 1 >= tables.limits[slots])
         for row in ended.nonzero()[0].tolist():
             sequence = schedule.samples[row]
             self._guard.run(sequence, self._end_if_done, sequence, int(token_ids[row]), int(positions[row]))
@@ -190,7 +199,7 @@ class Updater:
         rows = np.repeat(np.arange(len(kept)), kept)
         within = np.arange(len(rows)) - np.repeat(kept.cumsum() - kept, kept)
         drawn = token_ids[starts[rows] + within]
-        tables.flat_tokens[slots[rows] * tables.context_len + positions[rows] + within] = drawn
+        tables.flat_tokens[slots[rows] * tables.tokens_per_slot + positions[rows] + within] = drawn
         there = kept.nonzero()[0]
         longer = (kept > 1).nonzero()[0]
         self._batch.extend(schedule, longer, kept[longer] - 1)  # one of each run is counted

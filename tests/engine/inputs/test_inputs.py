@@ -90,7 +90,7 @@ def worked_example():
 
 @pytest.mark.parametrize("step", [0, 1])
 def test_worked_example_token_level_every_row(step):
-    tables = SlotTables(3, 12, 6)
+    tables = SlotTables(3, 12, block_size=2)
     for slot, prompt in enumerate(PROMPTS):
         tables.fill(slot, prompt, (), limit=12)
     tables.blocks[0, :2], tables.blocks[1, :1], tables.blocks[2, :3] = [1, 2], [3], [4, 5, 6]
@@ -179,7 +179,7 @@ def test_three_prompts_are_concatenated_without_padding():
 
 
 def test_block_2759_starts_at_slot_44144():
-    tables = SlotTables(1, 32, 2)
+    tables = SlotTables(1, 32, block_size=16)
     tables.fill(0, range(17), (), limit=32)
     tables.blocks[0] = 7, 2759
     inputs, _ = builder_for(tables, 16).prepare(schedule_of([17], [0], [17]))
@@ -195,7 +195,7 @@ def steps(draw):
     block_size = draw(st.sampled_from([1, 2, 4, 16]))
     context, slots = draw(st.integers(2, 40)), draw(st.integers(1, 6))
     columns = -(-context // block_size)
-    tables = SlotTables(slots, context, columns)
+    tables = SlotTables(slots, context, block_size)
     used = draw(st.permutations(range(slots)))[: draw(st.integers(1, slots))]
     rows = []
     numbers = iter(draw(st.permutations(range(1, slots * columns + 1))))
