@@ -30,6 +30,7 @@ MODULES = (
     "grpc_stream",
     "served",
     "offline",
+    "peers",
 )
 
 

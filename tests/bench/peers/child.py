@@ -35,14 +35,15 @@ class Prompts:
 class Job:
     """What an engine shall do.
 
-    model: a checkpoint's folder. converted: the same weights as the engine's own format, where it has one. alone:
-    prompts of one length that want the same number of tokens, run one after the other. first: prompts whose first
-    token is timed. checked: prompts whose tokens are answered, to compare them.
+    model: a checkpoint's folder. converted: the same weights as the engine's own format, where it has one. isa: what
+    the CPU is taken for. alone: prompts run one after the other. first: prompts whose first token is timed. checked:
+    prompts whose tokens are answered, to compare them.
     """
 
     model: str
     converted: str
     dtype: str
+    isa: str
     threads: int
     max_model_len: int
     warm_up: Prompts

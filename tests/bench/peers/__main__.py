@@ -1,0 +1,89 @@
+"""This repository's engine beside vLLM, OpenVINO GenAI, llama.cpp and transformers, in one run on one model.
+
+    python -m tests.bench.peers install [vllm openvino llama.cpp llama.cpp-avx2]
+    python -m tests.bench.peers [--rounds 3] [--isa avx2] [--only Squadron vLLM] [--dtypes float32] [--output table.md]
+
+`install` makes an environment for each, outside of the repository (`--root`), and says what cannot be had. The
+comparison prints Markdown: tokens/s of two loads of 64 sequences, milliseconds a token of one alone, and to the first
+token of a prompt; beside them what the machine can do, and how many tokens of short answers are those of ours. What
+is not installed or fails is skipped by name, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tests.bench.machine import provenance
+from tests.bench.peers.comparison import DTYPES, ENGINES, ISAS, compare
+from tests.bench.peers.environments import ENVIRONMENTS, NOT_TO_BE_HAD, InstallError, default_root, install
+from tests.bench.peers.table import markdown
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Install or compare; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--root", type=Path, default=default_root(), help="of the environments (default: %(default)s)"
+    )
+    names = [engine.name for engine in ENGINES]
+    parser.add_argument("--rounds", type=_positive, default=3, help="of all engines, in turns (default: %(default)s)")
+    parser.add_argument(
+        "--isa", choices=ISAS, default="native", help="what the CPU is taken for (default: %(default)s)"
+    )
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="these engines")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="default: float32, bfloat16 where it is fast")
+    parser.add_argument("--output", type=Path, help="write the Markdown there, too")
+    commands = parser.add_subparsers(dest="command")
+    making = commands.add_parser("install", help="make the environments")
+    making.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ENVIRONMENTS)} (default: all)")
+    making.add_argument("--root", type=Path, default=argparse.SUPPRESS, help="the folder that they are put into")
+    options = parser.parse_args(arguments)
+    root = options.root.expanduser().absolute()
+    if options.command == "install":
+        if unknown := [name for name in options.names if name not in ENVIRONMENTS]:
+            making.error(f"there is no environment {unknown[0]!r}; choose from {', '.join(ENVIRONMENTS)}")
+        return install_all(options.names or list(ENVIRONMENTS), root)
+    origin = provenance()
+    engines = [engine for engine in ENGINES if engine.name in options.only]
+    found = compare(root, isa=options.isa, rounds=options.rounds, engines=engines, dtypes=options.dtypes, tell=tell)
+    text = markdown(found, origin)
+    print(text)
+    if options.output:
+        options.output.write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+def install_all(names: list[str], root: Path) -> int:
+    """Make environments; return 1 where one could not be made."""
+    failed = 0
+    for name in names:
+        tell(f"{name}: {', '.join(ENVIRONMENTS[name].packages)} ({ENVIRONMENTS[name].why}) ...")
+        try:
+            install(name, root)
+        except InstallError as error:
+            failed = 1
+            tell(f"{name} cannot be had here: {error}")
+        else:
+            tell(f"{name}: installed in {root / name}")
+    for name, why in NOT_TO_BE_HAD.items():
+        tell(f"{name} cannot be had: {why}")
+    return failed
+
+
+def tell(line: str) -> None:
+    """Say what is going on, apart from the tables."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count; give 1 or more")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
