@@ -6,7 +6,7 @@ import sys
 
 
 def measure() -> dict[str, float]:
-    """Return the figures of one round for `make bench`; transformers is in `offline`. Says what is skipped, and why."""
+    """Return the figures of one round for `make bench`; transformers is in `offline`. Says what is skipped."""
     from tests.bench.peers.comparison import compare
     from tests.bench.peers.engines import ENGINES, OURS
     from tests.bench.peers.environments import default_root

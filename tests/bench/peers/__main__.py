@@ -1,7 +1,7 @@
 """This repository's engine beside vLLM, OpenVINO GenAI, llama.cpp and transformers, in one run on one model.
 
     python -m tests.bench.peers install [vllm openvino llama.cpp llama.cpp-avx2]
-    python -m tests.bench.peers [--rounds 3] [--isa avx2] [--only Squadron vLLM] [--dtypes float32] [--output table.md]
+    python -m tests.bench.peers [--rounds 3] [--isa avx2] [--only Squadron vLLM] [--dtypes float32] [--output FILE]
 
 `install` makes an environment for each, outside of the repository (`--root`), and says what cannot be had. The
 comparison prints Markdown: tokens/s of two loads of 64 sequences, milliseconds a token of one alone, and to the first
@@ -16,7 +16,8 @@ import sys
 from pathlib import Path
 
 from tests.bench.machine import provenance
-from tests.bench.peers.comparison import DTYPES, ENGINES, ISAS, compare
+from tests.bench.peers.comparison import DTYPES, compare
+from tests.bench.peers.engines import ENGINES, ISAS
 from tests.bench.peers.environments import ENVIRONMENTS, NOT_TO_BE_HAD, InstallError, default_root, install
 from tests.bench.peers.table import markdown
 

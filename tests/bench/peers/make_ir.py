@@ -1,4 +1,4 @@
-"""Export a checkpoint for OpenVINO GenAI, in its environment: `PYTHON make_ir.py CHECKPOINT FOLDER`. Weights stay fp32."""
+"""Export a checkpoint for OpenVINO GenAI, its weights in fp32: `PYTHON make_ir.py CHECKPOINT FOLDER DTYPE`."""
 
 from __future__ import annotations
 

@@ -20,11 +20,10 @@ def main() -> None:
     torch.set_num_threads(job.threads)
     model = their_model(job.model, getattr(torch, job.dtype), torch.device("cpu"))
     numbers = itertools.count()
-    longest = Prompts(
-        [max(job.mixed.prompts + job.first.prompts, key=len)] * len(job.mixed.prompts), job.mixed.outputs
-    )
+    # What it makes room for: prompts as long as any, of as many sequences and tokens.
+    most = Prompts([max(job.mixed.prompts + job.first.prompts, key=len)] * len(job.mixed.prompts), job.mixed.outputs)
     settings = {"num_blocks": PAGES, "max_batch_tokens": BATCHED}
-    with continuous_batching(model, longest, {"do_sample": False}, **settings) as manager:
+    with continuous_batching(model, most, {"do_sample": False}, **settings) as manager:
 
         def generate(prompts: list[list[int]], outputs: list[int]) -> list[list[int]]:
             names = [f"{next(numbers)}" for _ in prompts]

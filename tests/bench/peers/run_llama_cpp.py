@@ -95,9 +95,7 @@ def main() -> None:
     model = llama.llama_model_load_from_file(job.converted.encode(), llama.llama_model_default_params())
     if not model:
         raise RuntimeError(f"llama.cpp cannot load {job.converted}")
-    length = max(
-        len(p) + n for each in (job.mixed, job.even) for p, n in zip(each.prompts, each.outputs, strict=True)
-    )
+    length = max(max(map(len, load.prompts)) + max(load.outputs) for load in (job.mixed, job.even))
     many, one = LlamaCpp(model, job, SEQUENCES, length), LlamaCpp(model, job, 1, job.max_model_len)
 
     def generate(prompts: list[list[int]], outputs: list[int]) -> list[list[int]]:

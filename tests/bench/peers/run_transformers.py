@@ -1,4 +1,4 @@
-"""transformers' `generate`, measured for `python -m tests.bench.peers`: one left-padded batch to the longest output."""
+"""transformers' `generate`, measured for `python -m tests.bench.peers`: one padded batch to the longest output."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def _heading(comparison: Comparison, origin: Mapping[str, Any]) -> str:
         f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_before']} before; {versions}. "
         f"{THREADS} threads; the median of the rounds, with the least and the most. The model: "
         f"{(comparison.layers + comparison.table) / 1e6:.0f}M parameters, random. Mixed: 64 prompts of 32 to 256 "
-        f"tokens that want 32 to 128; even: 64 of {length} that want {tokens}; alone: one sequence, {SINGLE_TOKENS} tokens."
+        f"tokens that want 32 to 128; even: 64 of {length} that want {tokens}; alone: {SINGLE_TOKENS} tokens of one."
     )
 
 
