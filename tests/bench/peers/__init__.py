@@ -12,7 +12,7 @@ def measure() -> dict[str, float]:
     from tests.bench.peers.environments import default_root
     from tests.bench.peers.table import figures
 
-    engines = [engine for engine in ENGINES if engine.environment or engine.name == OURS]
+    engines = [engine for engine in ENGINES.values() if engine.environment or engine.name == OURS]
     found = compare(default_root(), engines=engines)
     for name, why in found.skipped.items():
         print(f"peers: {name} is skipped: {why}", file=sys.stderr)

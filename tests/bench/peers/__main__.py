@@ -1,7 +1,7 @@
 """This repository's engine beside vLLM, OpenVINO GenAI, llama.cpp and transformers, in one run on one model.
 
     python -m tests.bench.peers install [vllm openvino llama.cpp llama.cpp-avx2]
-    python -m tests.bench.peers [--rounds 3] [--isa avx2] [--only Squadron vLLM] [--dtypes float32] [--output FILE]
+    python -m tests.bench.peers [--rounds 3] [--isa avx2] [--only squadron vllm] [--dtypes float32] [--output FILE]
 
 `install` makes an environment for each, outside of the repository (`--root`), and says what cannot be had. The
 comparison prints Markdown: tokens/s of two loads of 64 sequences, milliseconds a token of one alone, and to the first
@@ -15,6 +15,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from engine.kernels.compiler import isas
 from tests.bench.machine import provenance
 from tests.bench.peers.comparison import DTYPES, compare
 from tests.bench.peers.engines import ENGINES, ISAS
@@ -30,12 +31,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--root", type=Path, default=default_root(), help="of the environments (default: %(default)s)"
     )
-    names = [engine.name for engine in ENGINES]
     parser.add_argument("--rounds", type=_positive, default=3, help="of all engines, in turns (default: %(default)s)")
     parser.add_argument(
         "--isa", choices=ISAS, default="native", help="what the CPU is taken for (default: %(default)s)"
     )
-    parser.add_argument("--only", nargs="+", choices=names, default=names, help="these engines")
+    parser.add_argument(
+        "--only", nargs="+", choices=ENGINES, default=list(ENGINES), metavar="ENGINE", help=f"of {', '.join(ENGINES)}"
+    )
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="default: float32, bfloat16 where it is fast")
     parser.add_argument("--output", type=Path, help="write the Markdown there, too")
     commands = parser.add_subparsers(dest="command")
@@ -48,8 +50,12 @@ def main(arguments: list[str] | None = None) -> int:
         if unknown := [name for name in options.names if name not in ENVIRONMENTS]:
             making.error(f"there is no environment {unknown[0]!r}; choose from {', '.join(ENVIRONMENTS)}")
         return install_all(options.names or list(ENVIRONMENTS), root)
+    if options.isa not in (known := ("native", *isas())):
+        parser.error(
+            f"--isa {options.isa}: this CPU does not have it; use {', '.join(isa for isa in ISAS if isa in known)}"
+        )
     origin = provenance()
-    engines = [engine for engine in ENGINES if engine.name in options.only]
+    engines = [engine for name, engine in ENGINES.items() if name in options.only]
     found = compare(root, isa=options.isa, rounds=options.rounds, engines=engines, dtypes=options.dtypes, tell=tell)
     text = markdown(found, origin)
     print(text)

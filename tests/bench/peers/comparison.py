@@ -59,7 +59,7 @@ class Comparison:
 
 
 def compare(
-    root: Path, *, isa: str = "native", rounds: int = 1, engines: Sequence[Engine] = ENGINES,
+    root: Path, *, isa: str = "native", rounds: int = 1, engines: Sequence[Engine] = tuple(ENGINES.values()),
     dtypes: Sequence[str] | None = None, tell: Callable[[str], None] = lambda line: None,
 ) -> Comparison:  # fmt: skip
     """Measure the engines in turns. An engine that is not there or fails is skipped, and the reason kept.
@@ -104,7 +104,8 @@ def turns(engines: Sequence[Engine], dtypes: Sequence[str], rounds: int) -> Iter
 def parameters(model: Path) -> tuple[int, int]:
     """Return how many parameters the layers of a checkpoint have, and how many the table of its tokens."""
     with safe_open(model / "model.safetensors", "np") as file:
-        counts = {name: math.prod(file.get_slice(name).get_shape()) for name in file}
+        names = file.keys()
+        counts = {name: math.prod(file.get_slice(name).get_shape()) for name in names}
     table = counts.pop("model.embed_tokens.weight")
     return sum(counts.values()), table
 
@@ -153,6 +154,8 @@ def _ask(engine: Engine, folder: Path, work: Job, root: Path) -> Answer:
     answered.unlink(missing_ok=True)
     work.write(asked)
     _run([python, engine.script, str(asked), str(answered)], said)
+    if not answered.is_file():
+        raise ProcessError(f"{engine.script} ended without an answer")
     return Answer(**json.loads(answered.read_text()))
 
 

@@ -48,14 +48,14 @@ class Engine:
     converts_each: bool = False
 
 
-ENGINES = (
-    Engine(OURS, "run_squadron.py"),
-    Engine("vLLM", "run_vllm.py", "vllm"),
-    Engine("OpenVINO GenAI", "run_openvino.py", "openvino", "make_ir.py"),
-    Engine("llama.cpp", "run_llama_cpp.py", "llama.cpp", "make_gguf.py", converts_each=True),
-    Engine("transformers, generate", "run_transformers.py"),
-    Engine("transformers, continuous", "run_continuous.py"),
-)
+ENGINES = {
+    "squadron": Engine(OURS, "run_squadron.py"),
+    "vllm": Engine("vLLM", "run_vllm.py", "vllm"),
+    "openvino": Engine("OpenVINO GenAI", "run_openvino.py", "openvino", "make_ir.py"),
+    "llama.cpp": Engine("llama.cpp", "run_llama_cpp.py", "llama.cpp", "make_gguf.py", converts_each=True),
+    "generate": Engine("transformers, generate", "run_transformers.py"),
+    "continuous": Engine("transformers, continuous", "run_continuous.py"),
+}
 LIMITS = Engine("limits", "run_limits.py")
 # What an engine does of what `--isa` says, other than all of it.
 PARTLY = {

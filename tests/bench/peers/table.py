@@ -118,8 +118,7 @@ def _figures(comparison: Comparison) -> list[list[str]]:
 def _ratios(comparison: Comparison) -> list[list[str]]:
     result = []
     for (engine, dtype), _ in _by_dtype(comparison.answers):
-        found = ratios(comparison, engine, dtype)
-        if engine not in (OURS, LIMITS.name) and found:
+        if engine not in (OURS, LIMITS.name) and (found := ratios(comparison, engine, dtype)):
             result.append([engine, dtype, *(_spread(found[name], "ratio") for name in RATIOS)])
     return result
 
