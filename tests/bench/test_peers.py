@@ -135,7 +135,7 @@ def test_engines_take_turns_and_another_is_first_in_each_round():
 
 
 def test_a_child_measures_both_loads_and_answers_tokens(tmp_path, monkeypatch):
-    job = comparison.job(tmp_path, "float32", "native", 0)
+    job = comparison.job(tmp_path, "float32", "native", 0, 64)
     job.write(tmp_path / "job")
     assert child.Job.read(tmp_path / "job") == job
     monkeypatch.setattr(sys, "argv", ["run", str(tmp_path / "job"), str(tmp_path / "answer")])
@@ -148,7 +148,7 @@ def test_a_child_measures_both_loads_and_answers_tokens(tmp_path, monkeypatch):
 
 
 def test_prompts_are_new_in_each_round_and_of_the_lengths_that_are_told(tmp_path):
-    first, second = (comparison.job(tmp_path, "float32", "native", number) for number in (0, 1))
+    first, second = (comparison.job(tmp_path, "float32", "native", number, 64) for number in (0, 1))
     assert {len(prompt) for prompt in first.first.prompts} == {512}
     assert first.first != second.first and first.alone != second.alone
     assert first.mixed == second.mixed
@@ -169,7 +169,7 @@ def two_engines():
         ("peer", "float32"): [Answer(slow, [[1, 2, 9], [4, 5, 6]], "1.0", "a note")] * 2,
         (OURS, "float32"): ours,
     }
-    return Comparison("avx2", answers, {"vLLM": "failed in float32:\nlast\nlines"}, 75_000_000, 25_000_000)
+    return Comparison("avx2", 64, answers, {"vLLM": "failed in float32:\nlast\nlines"}, 75_000_000, 25_000_000)
 
 
 def test_the_table_has_ours_first_medians_with_their_spread_and_how_near_the_limits_are():
@@ -233,6 +233,7 @@ def test_what_cannot_be_installed_is_told_by_name_with_the_end_of_the_reason(tmp
     [
         (["install", "vlm"], "there is no environment 'vlm'; choose from vllm, openvino, llama.cpp, llama.cpp-avx2"),
         (["--rounds", "0"], "'0' is not a count; give 1 or more"),
+        (["--sequences", "65"], "65 is more than the load has; give 1 to 64"),
         (["--isa", "avx512"], "--isa avx512: this CPU does not have it; use native, avx2"),
     ],
 )

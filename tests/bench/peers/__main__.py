@@ -2,6 +2,7 @@
 
     python -m tests.bench.peers install [vllm openvino llama.cpp llama.cpp-avx2]
     python -m tests.bench.peers [--rounds 3] [--isa avx2] [--only squadron vllm] [--dtypes float32] [--output FILE]
+    python -m tests.bench.peers --rounds 1 --sequences 4     whether all of them work
 
 `install` makes an environment for each, outside of the repository (`--root`), and says what cannot be had. The
 comparison prints Markdown: tokens/s of two loads of 64 sequences, milliseconds a token of one alone, and to the first
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from engine.kernels.compiler import isas
 from tests.bench.machine import provenance
+from tests.bench.offline import EVEN
 from tests.bench.peers.comparison import DTYPES, compare
 from tests.bench.peers.engines import ENGINES, ISAS
 from tests.bench.peers.environments import ENVIRONMENTS, NOT_TO_BE_HAD, InstallError, default_root, install
@@ -32,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--root", type=Path, default=default_root(), help="of the environments (default: %(default)s)"
     )
     parser.add_argument("--rounds", type=_positive, default=3, help="of all engines, in turns (default: %(default)s)")
+    parser.add_argument("--sequences", type=_sequences, default=EVEN[0], help="of each load (default: %(default)s)")
     parser.add_argument(
         "--isa", choices=ISAS, default="native", help="what the CPU is taken for (default: %(default)s)"
     )
@@ -56,7 +59,15 @@ def main(arguments: list[str] | None = None) -> int:
         )
     origin = provenance()
     engines = [engine for name, engine in ENGINES.items() if name in options.only]
-    found = compare(root, isa=options.isa, rounds=options.rounds, engines=engines, dtypes=options.dtypes, tell=tell)
+    found = compare(
+        root,
+        isa=options.isa,
+        rounds=options.rounds,
+        engines=engines,
+        dtypes=options.dtypes,
+        sequences=options.sequences,
+        tell=tell,
+    )
     text = markdown(found, origin)
     print(text)
     if options.output:
@@ -89,6 +100,12 @@ def tell(line: str) -> None:
 def _positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a count; give 1 or more")
+    return int(text)
+
+
+def _sequences(text: str) -> int:
+    if _positive(text) > EVEN[0]:
+        raise argparse.ArgumentTypeError(f"{text} is more than the load has; give 1 to {EVEN[0]}")
     return int(text)
 
 

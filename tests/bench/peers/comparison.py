@@ -48,10 +48,12 @@ class Comparison:
     """What was found.
 
     answers: by engine and dtype, one of each round. skipped: engine -> why it is not compared, or not in every round.
-    layers, table: parameters; the table is that of the embeddings and of the output.
+    sequences: in each of the two loads. layers, table: parameters; the table is that of the embeddings and of the
+    output.
     """
 
     isa: str
+    sequences: int
     answers: Mapping[tuple[str, str], Sequence[Answer]]
     skipped: Mapping[str, str]
     layers: int
@@ -60,11 +62,12 @@ class Comparison:
 
 def compare(
     root: Path, *, isa: str = "native", rounds: int = 1, engines: Sequence[Engine] = tuple(ENGINES.values()),
-    dtypes: Sequence[str] | None = None, tell: Callable[[str], None] = lambda line: None,
+    dtypes: Sequence[str] | None = None, sequences: int = EVEN[0], tell: Callable[[str], None] = lambda line: None,
 ) -> Comparison:  # fmt: skip
     """Measure the engines in turns. An engine that is not there or fails is skipped, and the reason kept.
 
-    root: of the peers' environments. dtypes: without, float32, and bfloat16 where the CPU computes it fast.
+    root: of the peers' environments. dtypes: without, float32, and bfloat16 where the CPU computes it fast. sequences:
+    of each load, 64 at most.
     """
     answers: dict[tuple[str, str], list[Answer]] = {}
     skipped: dict[str, str] = {}
@@ -83,13 +86,13 @@ def compare(
                 continue
             tell(f"round {number + 1} of {rounds}, {dtype}: {engine.name}")
             try:
-                found = _ask(engine, folder, job(folder / "model", dtype, isa, number), root)
+                found = _ask(engine, folder, job(folder / "model", dtype, isa, number, sequences), root)
             except ProcessError as error:
                 skipped[engine.name] = f"failed in {dtype}: {error}"
                 tell(f"{engine.name} {skipped[engine.name]}")
             else:
                 answers.setdefault((engine.name, dtype), []).append(found)
-        return Comparison(isa, answers, skipped, *parameters(folder / "model"))
+        return Comparison(isa, sequences, answers, skipped, *parameters(folder / "model"))
 
 
 def turns(engines: Sequence[Engine], dtypes: Sequence[str], rounds: int) -> Iterator[tuple[int, str, Engine]]:
@@ -115,7 +118,7 @@ def usual_dtypes(isa: str) -> tuple[str, ...]:
     return DTYPES if isa == "native" and has_bf16_units() else DTYPES[:1]
 
 
-def job(model: Path, dtype: str, isa: str, number: int) -> Job:
+def job(model: Path, dtype: str, isa: str, number: int, sequences: int) -> Job:
     """Return what is asked in a round; `converted` is left to `_ask`. All prompts are of random token ids."""
     pick = random.Random(number + 1)
 
@@ -123,11 +126,11 @@ def job(model: Path, dtype: str, isa: str, number: int) -> Job:
         return Prompts([[pick.randrange(10, VOCAB) for _ in range(length)] for _ in range(count)], [tokens] * count)
 
     def of(load: Load) -> Prompts:
-        return Prompts(load.prompts, load.outputs)
+        return Prompts(load.prompts[:sequences], load.outputs[:sequences])
 
     return Job(
         model=str(model), converted="", dtype=dtype, isa=isa, threads=THREADS, max_model_len=MAX_MODEL_LEN,
-        warm_up=prompts(8, EVEN[1], 4), mixed=of(make_load(VOCAB)), even=of(even_load(VOCAB)),
+        warm_up=prompts(8, EVEN[1], 4), mixed=of(make_load(VOCAB, sequences)), even=of(even_load(VOCAB)),
         alone=prompts(3, EVEN[1], SINGLE_TOKENS), first=prompts(5, FIRST, 1), checked=prompts(4, 50, 16),
     )  # fmt: skip
 

@@ -26,7 +26,7 @@ class Environment:
 
     @property
     def recipe(self) -> str:
-        """What an environment is compared by: another recipe is another environment."""
+        """What an environment is known by: with another recipe it is made anew."""
         build = (f"{name}={value}" for name, value in self.build.items())
         return "\n".join([*self.packages, *(f"without {name}" for name in self.removed), *build]) + "\n"
 
@@ -93,7 +93,9 @@ def install(name: str, root: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     _run([sys.executable, "-m", "venv", str(folder)], {}, folder)
     pip = [str(python_of(name, root)), "-m", "pip", "--disable-pip-version-check"]
-    _run([*pip, "install", *environment.packages], environment.build, folder)
+    # What pip has built and kept may be of other settings than these.
+    fresh = ["--no-cache-dir"] if environment.build else []
+    _run([*pip, "install", *fresh, *environment.packages], environment.build, folder)
     if environment.removed:
         _run([*pip, "uninstall", "--yes", *environment.removed], {}, folder)
     (folder / INSTALLED).write_text(environment.recipe, encoding="utf-8")

@@ -16,7 +16,6 @@ import numpy as np
 from child import Job, answer, asked
 
 STEP = 2048  # tokens; n_batch of its server
-SEQUENCES = 64
 KINDS = {"float32": llama.GGML_TYPE_F32, "bfloat16": llama.GGML_TYPE_F16}  # of the cache; F16 is llama.cpp's default
 QUIET = llama.llama_log_callback(lambda level, text, data: None)
 
@@ -95,14 +94,17 @@ def main() -> None:
     model = llama.llama_model_load_from_file(job.converted.encode(), llama.llama_model_default_params())
     if not model:
         raise RuntimeError(f"llama.cpp cannot load {job.converted}")
+    flags = llama.llama_print_system_info().decode()
+    units = [part.split()[0] for part in flags.replace(":", "|").split("|") if part.strip().endswith("= 1")]
+    if job.isa == "avx2" and "AVX512" in units:
+        raise RuntimeError(f"this llama.cpp was built with {' '.join(units)}, not for AVX2 alone")
     length = max(max(map(len, load.prompts)) + max(load.outputs) for load in (job.mixed, job.even))
-    many, one = LlamaCpp(model, job, SEQUENCES, length), LlamaCpp(model, job, 1, job.max_model_len)
+    sequences = max(len(each.prompts) for each in (job.mixed, job.even, job.warm_up, job.checked))
+    many, one = LlamaCpp(model, job, sequences, length), LlamaCpp(model, job, 1, job.max_model_len)
 
     def generate(prompts: list[list[int]], outputs: list[int]) -> list[list[int]]:
         return (one if len(prompts) == 1 else many).generate(prompts, outputs)
 
-    flags = llama.llama_print_system_info().decode()
-    units = [part.split()[0] for part in flags.replace(":", "|").split("|") if part.strip().endswith("= 1")]
     note = f"token ids alone; cache in {'F32' if job.dtype == 'float32' else 'F16'}; built with {' '.join(units)}"
     answer(generate, job, version("llama-cpp-python"), note=note)
 

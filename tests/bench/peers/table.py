@@ -54,7 +54,7 @@ def figures(comparison: Comparison) -> dict[str, float]:
 
 def derived(comparison: Comparison) -> dict[tuple[str, str], list[dict[str, float]]]:
     """Return the figures of each round, with those that tell how near an engine is to the limits of its round."""
-    load = make_load(VOCAB)
+    load = make_load(VOCAB, comparison.sequences)
     # Each answered token but the last is computed, too. Through the output's table go those that one is drawn from.
     tokens = sum(map(len, load.prompts)) + sum(load.outputs) - len(load.outputs)
     work = 2 * (comparison.layers * tokens + comparison.table * sum(load.outputs)) / sum(load.outputs) / 1e9
@@ -101,8 +101,8 @@ def _heading(comparison: Comparison, origin: Mapping[str, Any]) -> str:
         f"`python -m tests.bench.peers --isa {comparison.isa} --rounds {rounds}`, {origin['date'][:10]}, "
         f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_before']} before; {versions}. "
         f"{THREADS} threads; the median of the rounds, with the least and the most. The model: "
-        f"{(comparison.layers + comparison.table) / 1e6:.0f}M parameters, random. Mixed: 64 prompts of 32 to 256 "
-        f"tokens that want 32 to 128; even: 64 of {length} that want {tokens}; alone: {SINGLE_TOKENS} tokens of one."
+        f"{(comparison.layers + comparison.table) / 1e6:.0f}M parameters, random. Mixed: {comparison.sequences} prompts of 32 to 256 "
+        f"tokens that want 32 to 128; even: {comparison.sequences} of {length} that want {tokens}; alone: {SINGLE_TOKENS} tokens of one."
     )
 
 
