@@ -48,7 +48,7 @@ class Comparison:
     """What was found.
 
     answers: by engine and dtype, one of each round. skipped: engine -> why it is not compared, or not in every round.
-    sequences: in each of the two loads. layers, table: parameters; the table is that of the embeddings and of the
+    sequences: of each load. layers, table: parameters; the table is that of the embeddings and of the
     output.
     """
 
@@ -66,8 +66,8 @@ def compare(
 ) -> Comparison:  # fmt: skip
     """Measure the engines in turns. An engine that is not there or fails is skipped, and the reason kept.
 
-    root: of the peers' environments. dtypes: without, float32, and bfloat16 where the CPU computes it fast. sequences:
-    of each load, 64 at most.
+    root: of the peers' environments. dtypes: without, float32, and bfloat16 where the CPU computes it fast.
+    sequences: of each load, 64 at most.
     """
     answers: dict[tuple[str, str], list[Answer]] = {}
     skipped: dict[str, str] = {}

@@ -94,15 +94,18 @@ def _faster(name: str, ours: float, theirs: float) -> float:
 
 
 def _heading(comparison: Comparison, origin: Mapping[str, Any]) -> str:
-    machine, rounds = origin["machine"], max(map(len, comparison.answers.values()), default=0)
+    machine, sequences = origin["machine"], comparison.sequences
+    rounds = max(map(len, comparison.answers.values()), default=0)
+    command = f"python -m tests.bench.peers --isa {comparison.isa} --rounds {rounds}"
+    if sequences != EVEN[0]:
+        command += f" --sequences {sequences}"
     versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
-    _, length, tokens = EVEN
     return (
-        f"`python -m tests.bench.peers --isa {comparison.isa} --rounds {rounds}`, {origin['date'][:10]}, "
-        f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_before']} before; {versions}. "
-        f"{THREADS} threads; the median of the rounds, with the least and the most. The model: "
-        f"{(comparison.layers + comparison.table) / 1e6:.0f}M parameters, random. Mixed: {comparison.sequences} prompts of 32 to 256 "
-        f"tokens that want 32 to 128; even: {comparison.sequences} of {length} that want {tokens}; alone: {SINGLE_TOKENS} tokens of one."
+        f"`{command}`, {origin['date'][:10]}, {machine['cpu']}, {machine['cores']} cores, load "
+        f"{machine['load_before']} before; {versions}. {THREADS} threads; medians of the rounds, with the least and "
+        f"the most. The model: {(comparison.layers + comparison.table) / 1e6:.0f}M parameters, random. Mixed: "
+        f"{sequences} prompts of 32 to 256 tokens that want 32 to 128; even: {sequences} of {EVEN[1]} that want "
+        f"{EVEN[2]}; alone: {SINGLE_TOKENS} tokens of one prompt; no prefix is cached."
     )
 
 
