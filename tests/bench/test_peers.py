@@ -123,6 +123,20 @@ def test_an_engine_that_hangs_is_ended(fake, tmp_path, monkeypatch):
     assert "hanging.py had not ended after" in found.skipped["hanging"]
 
 
+def test_an_interrupted_run_tells_what_it_has(fake, tmp_path, monkeypatch):
+    def ask(engine, *_):
+        if engine.name == "second":
+            raise KeyboardInterrupt
+        return Answer(FIGURES)
+
+    monkeypatch.setattr(comparison, "_ask", ask)
+    both = [fake("first", ""), fake("second", "")]
+    with pytest.raises(KeyboardInterrupt):
+        compare(tmp_path, engines=both)
+    found = compare(tmp_path, engines=both, partial=True)
+    assert list(found.answers) == [(LIMITS.name, "float32"), ("first", "float32")]
+
+
 def test_one_that_ends_without_an_answer_has_failed(fake, tmp_path):
     found = compare(tmp_path, engines=[fake("silent", "")], dtypes=["float32"])
     assert found.skipped == {"silent": "failed in float32: silent.py ended without an answer"}

@@ -59,15 +59,13 @@ def main(arguments: list[str] | None = None) -> int:
         )
     origin = provenance()
     engines = [engine for name, engine in ENGINES.items() if name in options.only]
-    found = compare(
-        root,
-        isa=options.isa,
-        rounds=options.rounds,
-        engines=engines,
-        dtypes=options.dtypes,
-        sequences=options.sequences,
-        tell=tell,
-    )
+    settings = {
+        "isa": options.isa,
+        "rounds": options.rounds,
+        "dtypes": options.dtypes,
+        "sequences": options.sequences,
+    }
+    found = compare(root, engines=engines, partial=True, tell=tell, **settings)
     text = markdown(found, origin)
     print(text)
     if options.output:

@@ -62,37 +62,34 @@ class Comparison:
 
 def compare(
     root: Path, *, isa: str = "native", rounds: int = 1, engines: Sequence[Engine] = tuple(ENGINES.values()),
-    dtypes: Sequence[str] | None = None, sequences: int = EVEN[0], tell: Callable[[str], None] = lambda line: None,
+    dtypes: Sequence[str] | None = None, sequences: int = EVEN[0], partial: bool = False,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Comparison:  # fmt: skip
     """Measure the engines in turns. An engine that is not there or fails is skipped, and the reason kept.
 
     root: of the peers' environments. dtypes: without, float32, and bfloat16 where the CPU computes it fast.
-    sequences: of each load, 64 at most.
+    sequences: of each load, 64 at most. partial: whether Ctrl-C ends the measuring alone, and what there is counts.
     """
+    skipped = {engine.name: why for engine in engines if (why := absent(for_isa(engine, isa), isa, root))}
+    for name, why in skipped.items():
+        tell(f"{name} is skipped: {why}")
+    there = [for_isa(engine, isa) for engine in engines if engine.name not in skipped]
     answers: dict[tuple[str, str], list[Answer]] = {}
-    skipped: dict[str, str] = {}
-    there = []
-    for engine in (for_isa(each, isa) for each in engines):
-        if why := absent(engine, isa, root):
-            skipped[engine.name] = why
-            tell(f"{engine.name} is skipped: {why}")
-        else:
-            there.append(engine)
     with tempfile.TemporaryDirectory(prefix="squadron-peers-") as name:
         folder = Path(name)
         save_random_model(folder / "model")
-        for number, dtype, engine in turns(there, dtypes or usual_dtypes(isa), rounds):
-            if engine.name in skipped:
-                continue
-            tell(f"round {number + 1} of {rounds}, {dtype}: {engine.name}")
-            try:
-                found = _ask(engine, folder, job(folder / "model", dtype, isa, number, sequences), root)
-            except ProcessError as error:
-                skipped[engine.name] = f"failed in {dtype}: {error}"
-                tell(f"{engine.name} {skipped[engine.name]}")
-            else:
-                answers.setdefault((engine.name, dtype), []).append(found)
-        return Comparison(isa, sequences, answers, skipped, *parameters(folder / "model"))
+        found = Comparison(isa, sequences, answers, skipped, *parameters(folder / "model"))
+        try:
+            for number, dtype, engine in turns(there, dtypes or usual_dtypes(isa), rounds):
+                if engine.name not in skipped:
+                    tell(f"round {number + 1} of {rounds}, {dtype}: {engine.name}")
+                    work = job(folder / "model", dtype, isa, number, sequences)
+                    _add(engine, work, folder, root, answers, skipped, tell)
+        except KeyboardInterrupt:
+            if not partial:
+                raise
+            tell("interrupted: what follows is what was measured until then")
+    return found
 
 
 def turns(engines: Sequence[Engine], dtypes: Sequence[str], rounds: int) -> Iterator[tuple[int, str, Engine]]:
@@ -142,6 +139,20 @@ def agreeing(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> 
         same = [one == another for one, another in zip(mine, other, strict=True)]
         count += same.index(False) if False in same else len(same)
     return count
+
+
+def _add(
+    engine: Engine, work: Job, folder: Path, root: Path, answers: dict[tuple[str, str], list[Answer]],
+    skipped: dict[str, str], tell: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Add what an engine answers, or why it does not."""
+    try:
+        found = _ask(engine, folder, work, root)
+    except ProcessError as error:
+        skipped[engine.name] = f"failed in {work.dtype}: {error}"
+        tell(f"{engine.name} {skipped[engine.name]}")
+    else:
+        answers.setdefault((engine.name, work.dtype), []).append(found)
 
 
 def _ask(engine: Engine, folder: Path, work: Job, root: Path) -> Answer:
