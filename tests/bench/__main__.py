@@ -30,17 +30,22 @@ MODULES = (
     "grpc_stream",
     "served",
     "offline",
+    "peers",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """A figure under its name in bench.json: where `measure()` has it, its unit, and what to aim at on 2 cores."""
+    """A figure under its name in bench.json: where `measure()` has it, its unit, and what to aim at on 2 cores.
+
+    optional: whether it needs what is not installed everywhere, so that it may not be there.
+    """
 
     module: str
     path: tuple[str, ...]
     unit: str
     aim: str
+    optional: bool = False
 
 
 HEADLINES = {
@@ -67,6 +72,13 @@ HEADLINES = {
         "offline", ("offline_vs_transformers_continuous",), "x (fp32)", ""
     ),
     "offline_vs_transformers_alone": Headline("offline", ("offline_vs_transformers_alone",), "x (fp32)", ""),
+    "cpu_matrix_share": Headline("peers", ("squadron_matrix_share_float32",), "% of the peak (fp32)", ""),
+    "cpu_alone_readings": Headline("peers", ("squadron_readings_float32",), "x reading the weights (fp32)", ""),
+    **{
+        f"vs_{peer}_{name}": Headline("peers", (f"vs_{peer}_{figure}_float32",), "x (fp32)", "", optional=True)
+        for peer in ("vllm", "openvino_genai", "llama_cpp")
+        for name, figure in (("mixed", "mixed_tokens_per_s"), ("alone", "alone_ms"))
+    },
 }
 
 
@@ -92,7 +104,11 @@ def run_module(name: str, known: dict[str, Any]) -> None:
     origin = provenance()
     figures = importlib.import_module(f"tests.bench.{name}").measure()
     for key, headline in HEADLINES.items():
-        if headline.module == name:
+        if headline.module != name:
+            continue
+        if headline.optional and headline.path[0] not in figures:
+            known.pop(key, None)  # of an earlier run
+        else:
             known[key] = {"value": at(figures, headline.path), "unit": headline.unit, **origin}
     known.setdefault("details", {})[name] = {"figures": dict(flat(figures)), **origin}
 
