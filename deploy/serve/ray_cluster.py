@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from abc import ABC, abstractmethod
 from contextlib import suppress
 
@@ -14,6 +15,7 @@ from cluster.resources import AppResources
 from deploy.cli.processes import adopt_orphans, descendants, kill_all, while_ray_joins
 from deploy.serve.address import knock
 from deploy.serve.environment import OBJECT_STORE_BYTES
+from deploy.serve.lean_ray import lean_node
 from deploy.serve.orphans import OrphanWatch
 from engine.device.machine import cores
 from engine.errors import ConfigError
@@ -47,14 +49,15 @@ class LocalRay(RayCluster):
         self._watch = OrphanWatch()
         adopt_orphans()
         logical = max(cores(), math.ceil(cpus))
-        ray.init(
-            address="local",
-            num_cpus=logical,
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=verbose,
-            logging_level=logging.INFO if verbose else logging.ERROR,
-        )
+        with lean_node(os.environ, verbose):
+            ray.init(
+                address="local",
+                num_cpus=logical,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=verbose,
+                logging_level=logging.INFO if verbose else logging.ERROR,
+            )
         self._watch.guard(descendants())
         self.about = f"on this machine, {logical} logical CPUs"
 

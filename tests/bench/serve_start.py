@@ -90,7 +90,7 @@ class Watch:
     def _take(self, process: psutil.Process) -> None:
         words = process.cmdline()
         used = process.cpu_times()
-        name = COMMAND if process.pid == self.root.pid else _process_name(" ".join(words))
+        name = COMMAND if process.pid == self.root.pid else _process_name(" ".join(words[:3]))
         if name is None:
             return
         self.seen[process.pid] = Seen(name, process.create_time(), used.user + used.system)
