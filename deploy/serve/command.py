@@ -20,6 +20,7 @@ from cluster.app_config import AppConfig
 from cluster.config import ClusterConfig
 from cluster.resources import app_resources
 from cluster.telemetry.logs import JSON
+from deploy.cli.model_files import check_configs, check_folders, sets_engine
 from deploy.cli.processes import Interrupted, Interrupts, bounded, descendants
 from deploy.cli.terminal import terminal
 from deploy.serve.address import connect_host, curl, free_port, is_loopback
@@ -178,18 +179,23 @@ class Server:
     def _prepare(self) -> None:
         """Import what the app needs of this process and, for a Ray that is started here, check what is to run on it.
 
+        Where nothing is set that might not fit the model, torch, which only that check needs and which takes a core
+        for two seconds, is left to the replicas: they refuse in the same words what is wrong with a checkpoint.
+
         Raises `SquadronError` or `ParallelError`.
         """
-        _ = self._served
         if self._options.ray_address is None:
-            from deploy.cli.dry_run import check_folders, make_plans
-
-            make_plans(self._app)
+            check_configs(self._app)
             check_folders(self._app)
+            if sets_engine(self._app):
+                from deploy.cli.dry_run import make_plans
+
+                make_plans(self._app)
+        _ = self._served
 
     @cached_property
     def _served(self) -> ServedApp:
-        import cluster.light_serve  # before anything else imports Serve
+        import cluster.light_serve  # noqa: F401  # before anything else imports Serve
         from deploy.serve.served_app import ServedApp
 
         return ServedApp(self._app, self.url, self.say)

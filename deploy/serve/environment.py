@@ -85,7 +85,7 @@ def _is_loopback(host: str) -> bool:
 # A proxy that hangs holds the connections of all its clients, which hear of it when it is dead: three checks of 1.5 s
 # find it, and Ray waits a second for a process that does not end itself; 8 s in all, where the defaults take 50. One
 # that is dead already is replaced after 2 s, not 30.
-# Each worker imports Serve before its first task, while another process still has something to do, and leaves pandas out.
+# Each worker imports Serve before its first task, and leaves pandas out.
 LOCAL_RAY = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_AUTH_MODE": "token",
