@@ -1,17 +1,32 @@
 """Leaves out those of Ray's own processes that have nothing to do for a Ray of our own.
 
-Each takes about a second of a core to start, and Ray's node waits for one of them.
+Each takes most of a second of a core to start, and Ray's node waits for one of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
+from ray._private import utils
 from ray._private.node import Node
 
 USAGE_STATS = "RAY_USAGE_STATS_ENABLED"
+AGENT_CHECK = "get_dashboard_dependency_error"
+# Source: ray/dashboard/optional_deps.py.
+AGENT_NEEDS = (
+    "aiohttp",
+    "aiohttp_cors",
+    "grpc",
+    "opencensus",
+    "opentelemetry.exporter.prometheus",
+    "opentelemetry.proto",
+    "prometheus_client",
+    "pydantic",
+)
 MONITOR, API_SERVER, LOG_MONITOR = "start_monitor", "start_api_server", "start_log_monitor"  # methods of Ray's node
 
 
@@ -21,21 +36,41 @@ def lean_node(environment: Mapping[str, str], verbose: bool) -> Iterator[None]:
 
     Never the autoscaler: there is one node. No dashboard head: without a dashboard all that it does is to send Ray's
     usage statistics, so it stays where `environment` turns those on. No log monitor unless `verbose`: it shows the
-    logs of workers on the terminal. What Ray's node has no such method for is started as ever.
+    logs of workers on the terminal. Whatever Ray does not do by a method of that name stays as it is.
     """
     idle: dict[str, Callable[..., None]] = {MONITOR: _start_nothing}
     if environment.get(USAGE_STATS) != "1":
         idle[API_SERVER] = _without_page
     if not verbose:
         idle[LOG_MONITOR] = _start_nothing
-    replaced = {name: getattr(Node, name) for name in idle if hasattr(Node, name)}
-    for name in replaced:
-        setattr(Node, name, idle[name])
+    replaced = [(Node, name, function) for name, function in idle.items()]
+    looked = getattr(utils, AGENT_CHECK, None)
+    if looked is not None:
+        replaced.append((utils, AGENT_CHECK, partial(_agent_error, looked)))
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced if hasattr(owner, name)]
+    for owner, name, function in replaced:
+        if hasattr(owner, name):
+            setattr(owner, name, function)
     try:
         yield
     finally:
-        for name, method in replaced.items():
-            setattr(Node, name, method)
+        for owner, name, function in before:
+            setattr(owner, name, function)
+
+
+def _agent_error(looked: Callable[[], ImportError | None]) -> ImportError | None:
+    """Return why Ray's agent cannot be started in full; None where all that it needs is installed.
+
+    looked: Ray's own check, which imports all of it into this process, where nobody uses it.
+    """
+    return None if all(_installed(name) for name in AGENT_NEEDS) else looked()
+
+
+def _installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ImportError:
+        return False
 
 
 def _start_nothing(node: Any) -> None:
