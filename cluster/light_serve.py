@@ -8,15 +8,23 @@ third of the import, in every process. Ray imports this module in each worker (`
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-PANDAS = "pandas"
+from engine.device.machine import collector_paused
 
-if PANDAS in sys.modules:
-    import ray.serve
-else:
-    # What `import` finds as None is not there for it.
-    sys.modules[PANDAS] = None  # type: ignore[assignment]
+
+@contextmanager
+def _without(module: str) -> Iterator[None]:
+    if module in sys.modules:
+        yield
+        return
+    sys.modules[module] = None  # type: ignore[assignment]  # what `import` takes for a module that is not installed
     try:
-        import ray.serve  # noqa: F401
+        yield
     finally:
-        del sys.modules[PANDAS]
+        del sys.modules[module]
+
+
+with collector_paused(), _without("pandas"):
+    import ray.serve  # noqa: F401

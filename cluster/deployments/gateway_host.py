@@ -57,7 +57,7 @@ class GatewayHost:
         if config.grpc_port is None:
             return app
         try:
-            self._grpc = self._grpc_server(guard, pool)
+            self._grpc = self._grpc_server(config.grpc_port, guard, pool)
         except SquadronError as error:
             raise ReplicaStartError.of(error) from error
         return app
@@ -88,7 +88,7 @@ class GatewayHost:
         if grpc is not None:
             await grpc.stop(self.grace)
 
-    def _grpc_server(self, guard: RouterLossGuard, pool: RouterPool) -> GrpcServer:
+    def _grpc_server(self, port: int, guard: RouterLossGuard, pool: RouterPool) -> GrpcServer:
         from cluster.admission.key_file import keys_for
         from cluster.admission.tenants import Tenancy
         from cluster.grpc_api.gateway import ForwardingInterceptor, ForwardingService
@@ -98,5 +98,5 @@ class GatewayHost:
         tenancy = Tenancy(keys_for(config.api_key, config.api_key_file, config.metrics_key))
         self._key_watch = asyncio.create_task(tenancy.watch())
         service = ForwardingService(guard, lambda: pool.routers)
-        address = ListenAddress(config.host, config.grpc_port)
+        address = ListenAddress(config.host, port)
         return GrpcServer(address, service, ForwardingInterceptor(tenancy, service), config.max_body_bytes)

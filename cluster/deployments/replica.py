@@ -21,6 +21,7 @@ from cluster.replica.orphans import watch_parent
 from cluster.telemetry.logs import log_to_serve, rank_fields
 from cluster.telemetry.publishing import show_to_dashboard
 from cluster.wire.link import Announcement
+from engine.device.machine import collector_paused
 from engine.errors import SquadronError
 from parallel.errors import ParallelError
 
@@ -40,9 +41,10 @@ class Replica:
         watch_parent()
         start = _start(name, settings)
         start.hold_back()
-        # Not with this module: who only deploys it has no use for torch, which takes a core for more than a second.
-        from cluster.replica.host import ReplicaHost, log_folder
-        from cluster.replica.worker_group import start_group
+        with collector_paused():
+            # Not with this module: who only deploys it has no use for torch, which takes a core for over a second.
+            from cluster.replica.host import ReplicaHost, log_folder
+            from cluster.replica.worker_group import start_group
 
         try:
             self._config = resolve_config(settings)

@@ -12,6 +12,7 @@ from typing_extensions import override
 from uvicorn.lifespan.on import LifespanOn
 
 from cluster.ingress.router_directory import RouterAnnouncement
+from engine.device.machine import collector_paused
 
 if TYPE_CHECKING:
     from cluster.deployments.router_host import RouterHost
@@ -21,9 +22,10 @@ class RouterCopy:
     """Serve builds one per router copy. Arguments: those of `RouterHost`."""
 
     def __init__(self, *args: Any) -> None:
-        from cluster.deployments.router_host import RouterHost
+        with collector_paused():
+            from cluster.deployments.router_host import RouterHost
 
-        self._host = RouterHost(*args)
+            self._host = RouterHost(*args)
 
     async def lease(self, gateway_id: str, node: str, watch: None = None) -> AsyncIterator[RouterAnnouncement]:
         """See `RouterHost.lease`. `watch` is for the gateway's side (`cluster.lifecycle.leases`), and None here."""

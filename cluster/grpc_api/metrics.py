@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from cluster.telemetry.metrics import Metrics, live_counter
+from cluster.telemetry.metrics import Metrics
+from cluster.telemetry.samples import live_counter
 
 
 class GrpcMetrics:

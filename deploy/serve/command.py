@@ -28,6 +28,7 @@ from deploy.serve.haproxy import HAProxySetup, exposed
 from deploy.serve.meanwhile import Meanwhile
 from deploy.serve.output import PhaseLog, without_death_notices
 from deploy.serve.ray_cluster import JoinedRay, LocalRay, RayCluster, count
+from engine.device.machine import collector_paused
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class Server:
             raise ConfigError(
                 "grpc_port: a cluster that is joined needs a port of your choice, such as 9000", "grpc_port"
             )
-        with self._phases.phase("Ray") as notes, Meanwhile(self._prepare) as prepared:
+        with self._phases.phase("Ray") as notes, collector_paused(), Meanwhile(self._prepare) as prepared:
             self._cluster = self._connect()
             interrupts.listen()
             prepared.wait()

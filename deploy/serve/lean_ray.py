@@ -38,12 +38,11 @@ def lean_node(environment: Mapping[str, str], verbose: bool) -> Iterator[None]:
     usage statistics, so it stays where `environment` turns those on. No log monitor unless `verbose`: it shows the
     logs of workers on the terminal. Whatever Ray does not do by a method of that name stays as it is.
     """
-    idle: dict[str, Callable[..., None]] = {MONITOR: _start_nothing}
+    replaced: list[tuple[Any, str, Callable[..., Any]]] = [(Node, MONITOR, _start_nothing)]
     if environment.get(USAGE_STATS) != "1":
-        idle[API_SERVER] = _without_page
+        replaced.append((Node, API_SERVER, _without_page))
     if not verbose:
-        idle[LOG_MONITOR] = _start_nothing
-    replaced = [(Node, name, function) for name, function in idle.items()]
+        replaced.append((Node, LOG_MONITOR, _start_nothing))
     looked = getattr(utils, AGENT_CHECK, None)
     if looked is not None:
         replaced.append((utils, AGENT_CHECK, partial(_agent_error, looked)))
