@@ -37,24 +37,21 @@ def _placed(number: int, config: ClusterConfig, check: Callable[[ClusterConfig],
         raise ShardingError(f"{path}: {error}") from error
 
 
-def check_configs(app: AppConfig) -> None:
-    """Read the config of each model. Raises `ConfigError` for an unknown name, `CheckpointError` for its files."""
+def check_files(app: AppConfig) -> None:
+    """Read the config of each model, and look for the weights of those that are folders of this machine.
+
+    For a Ray on this machine; where a cluster is joined, other machines read them. Raises `ConfigError` for a name
+    that is none, and `CheckpointError` naming what lacks.
+    """
     each_model(app, lambda config: read_model_config(resolve_model(config.model), config.model_impl))
+    for folder in [Path(resolve_model(config.model)) for config in app.models]:
+        if folder.is_dir():
+            check_weight_files(folder)
 
 
 def sets_engine(app: AppConfig) -> bool:
     """Whether anything is set of how a model is run, so that it may not fit the model or this machine."""
     return any(config.engine != EngineConfig(config.engine.model) for config in app.models)
-
-
-def check_folders(app: AppConfig) -> None:
-    """Look for the weights of models that are folders of this machine. Raises `CheckpointError` naming what lacks.
-
-    For a Ray on this machine; where a cluster is joined, other machines read them.
-    """
-    for folder in [Path(resolve_model(config.model)) for config in app.models]:
-        if folder.is_dir():
-            check_weight_files(folder)
 
 
 def read_model_config(model: str, impl: str = "auto") -> ModelConfig:

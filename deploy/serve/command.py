@@ -20,7 +20,7 @@ from cluster.app_config import AppConfig
 from cluster.config import ClusterConfig
 from cluster.resources import app_resources
 from cluster.telemetry.logs import JSON
-from deploy.cli.model_files import check_configs, check_folders, sets_engine
+from deploy.cli.model_files import check_files, sets_engine
 from deploy.cli.processes import Interrupted, Interrupts, bounded, descendants
 from deploy.cli.terminal import terminal
 from deploy.serve.address import connect_host, curl, free_port, is_loopback
@@ -94,6 +94,7 @@ class Server:
     def start(self, interrupts: Interrupts) -> None:
         """Bring everything up, a line per phase. Raises `SquadronError` or `ParallelError`."""
         if self._options.ray_address is None:
+            check_files(self._app)
             self._app = _with_ports(self._app)
         elif self._config.grpc_port == 0:
             raise ConfigError(
@@ -181,17 +182,14 @@ class Server:
         """Import what the app needs of this process and, for a Ray that is started here, check what is to run on it.
 
         Where nothing is set that might not fit the model, torch, which only that check needs and which takes a core
-        for two seconds, is left to the replicas: they refuse in the same words what is wrong with a checkpoint.
+        for over a second, is left to the replicas: they refuse in the same words what they cannot run.
 
         Raises `SquadronError` or `ParallelError`.
         """
-        if self._options.ray_address is None:
-            check_configs(self._app)
-            check_folders(self._app)
-            if sets_engine(self._app):
-                from deploy.cli.dry_run import make_plans
+        if self._options.ray_address is None and sets_engine(self._app):
+            from deploy.cli.dry_run import make_plans
 
-                make_plans(self._app)
+            make_plans(self._app)
         _ = self._served
 
     @cached_property
