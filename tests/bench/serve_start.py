@@ -137,17 +137,16 @@ def start(tree: Path, home: Path, arguments: Sequence[str] = ()) -> Start:
         client.start()
         _follow(command, watch, moments, client)
         watch.look()
-        logged = dict(_logged(watch))
-        moments |= {what: at - began for what, at in logged.items() if at is not None}
-        moments = {what: at - began if at > began else at for what, at in moments.items()}
-        return Start(dict(sorted(moments.items(), key=lambda one: one[1])), watch.cpu())
+        moments |= {what: at for what, at in _logged(watch) if at is not None}
+        passed = {what: at - began for what, at in sorted(moments.items(), key=lambda one: one[1])}
+        return Start(passed, watch.cpu())
     finally:
         command.ctrl_c()
         command.kill()
 
 
 def _follow(command: Command, watch: Watch, moments: dict[str, float], client: threading.Thread) -> None:
-    """Note when lines come until there is a token and all is said. Raises `RuntimeError` where there is none."""
+    """Note when lines come, in seconds since 1970, until there is a token. Raises `RuntimeError` where there is none."""
     deadline = time.monotonic() + TIMEOUT
     read = 0
     sampled = 0.0
