@@ -146,7 +146,7 @@ def start(tree: Path, home: Path, arguments: Sequence[str] = ()) -> Start:
 
 
 def _follow(command: Command, watch: Watch, moments: dict[str, float], client: threading.Thread) -> None:
-    """Note when lines come, in seconds since 1970, until there is a token. Raises `RuntimeError` where there is none."""
+    """Note when lines come, in seconds since 1970, until there is a token. Raises `RuntimeError` where none comes."""
     deadline = time.monotonic() + TIMEOUT
     read = 0
     sampled = 0.0
