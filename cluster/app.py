@@ -18,7 +18,6 @@ from ray.serve.schema import LoggingConfig
 from cluster.app_config import parse_app
 from cluster.config import NO_KEYS, ClusterConfig, scaling_settings
 from cluster.config_values import GATEWAY, HAPROXY, SERVE
-from cluster.deployments.batches import Batches
 from cluster.deployments.gateway import Gateway, GatewayBehindProxy, GrpcGateway
 from cluster.deployments.replica import Replica
 from cluster.deployments.router import Router, RouterBehindGateway
@@ -179,6 +178,8 @@ def _front(config: ClusterConfig, surge: int) -> Callable[..., serve.Deployment]
 
 
 def _batches(config: ClusterConfig) -> serve.Deployment:
+    from cluster.deployments.batches import Batches
+
     return serve.deployment(
         Batches,
         name=BATCHES,

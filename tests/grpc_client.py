@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from cluster.admission.tenants import Tenancy
 from cluster.grpc_api.forwarded import ForwardedCalls
 from cluster.grpc_api.gateway import ForwardingInterceptor, ForwardingService
-from cluster.grpc_api.rpc import GrpcMetrics
+from cluster.grpc_api.metrics import GrpcMetrics
 from cluster.grpc_api.server import GrpcServer, ListenAddress
 from cluster.grpc_api.service import GrpcServices
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
@@ -17,14 +17,16 @@ from cluster.lifecycle.control_store import StartRegister, living_actors, versio
 from cluster.lifecycle.leaving import NodeEnd, call_on_leaving, stop_flag
 from cluster.lifecycle.node_drains import ends_soon
 from cluster.lifecycle.starts import Start
-from cluster.replica.host import ReplicaHost, log_folder
 from cluster.replica.orphans import watch_parent
-from cluster.replica.worker_group import start_group
 from cluster.telemetry.logs import log_to_serve, rank_fields
 from cluster.telemetry.publishing import show_to_dashboard
 from cluster.wire.link import Announcement
+from engine.device.machine import collector_paused
 from engine.errors import SquadronError
 from parallel.errors import ParallelError
+
+if TYPE_CHECKING:
+    from cluster.replica.host import ReplicaHost
 
 
 class Replica:
@@ -39,6 +41,11 @@ class Replica:
         watch_parent()
         start = _start(name, settings)
         start.hold_back()
+        with collector_paused():
+            # Not with this module: who only deploys it has no use for torch, which takes a core for over a second.
+            from cluster.replica.host import ReplicaHost, log_folder
+            from cluster.replica.worker_group import start_group
+
         try:
             self._config = resolve_config(settings)
             group = start_group(self._config, start.phase, name)

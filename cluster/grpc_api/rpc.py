@@ -27,8 +27,6 @@ from cluster.errors import ApiError, as_api_error
 from cluster.grpc_api.protobuf import renamed
 from cluster.openai.fields import IGNORED_HEADER
 from cluster.telemetry.logs import about
-from cluster.telemetry.metrics import Metrics
-from cluster.telemetry.samples import live_counter
 from cluster.telemetry.tracing import semantics as names
 from engine.errors import InvalidRequestError, redacted
 
@@ -262,15 +260,3 @@ def _packed(message: Message) -> AnyMessage:
     packed = AnyMessage()
     packed.Pack(message)
     return packed
-
-
-class GrpcMetrics:
-    """Counts answers in `squadron_grpc_responses`, by model, method and status; shown with the metrics of the app."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._answers = live_counter("grpc_responses", metrics.registry)
-
-    def answered(self, method: str, status: str, model: str = "") -> None:
-        """Count one answer. method: of our service, or "other"; status: the name of a gRPC status code."""
-        self._answers.labels(model_name=self._metrics.label(model), method=method, status=status).inc()

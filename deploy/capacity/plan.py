@@ -13,8 +13,8 @@ from cluster.model_names import resolve_model
 from deploy.capacity.fit import Asked, GpuFit, fit, nearest
 from deploy.capacity.gpus import gpu_named
 from deploy.capacity.load import ExpectedLoad, Roofline, ServiceEstimate, StepTime, Wanted, serve_load
-from deploy.cli.dry_run import read_model_config
 from deploy.cli.flags import in_flags
+from deploy.cli.model_files import read_model_config
 from deploy.cli.terminal import gib
 from engine.config import EngineConfig
 from engine.errors import ConfigError

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
-import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import yaml
 
-from cluster.app_config import AppConfig, placed_error
+from cluster.app_config import AppConfig
 from cluster.config import ClusterConfig
-from cluster.model_names import known_models, resolve_model
+from cluster.model_names import resolve_model
 from cluster.resources import AppResources, ModelResources, model_resources
+from deploy.cli.model_files import each_model, read_model_config
 from engine.config import EngineConfig
-from engine.errors import CheckpointError, ConfigError
-from engine.loader.checkpoint import CONFIG_FILES, check_weight_files, open_model
 from engine.models.blueprint import blueprint
 from engine.models.config import ModelConfig
 from engine.resolve import check_model, resolve
-from parallel.errors import ShardingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +45,7 @@ def make_plan(config: ClusterConfig) -> Plan:
 
 def make_plans(app: AppConfig) -> list[Plan]:
     """Check all models. Raises what `make_plan` does, naming the place of the model where there are several."""
-    return [make_plan(config) if not app.listed else _planned(i, config) for i, config in enumerate(app.models)]
-
-
-def check_folders(app: AppConfig) -> None:
-    """Look for the weights of models that are folders of this machine. Raises `CheckpointError` naming what lacks.
-
-    For a Ray on this machine; where a cluster is joined, other machines read them.
-    """
-    for folder in [Path(resolve_model(config.model)) for config in app.models]:
-        if folder.is_dir():
-            check_weight_files(folder)
+    return each_model(app, make_plan)
 
 
 def describe_plans(app: AppConfig, plans: Sequence[Plan]) -> str:
@@ -80,18 +65,6 @@ def describe_plans(app: AppConfig, plans: Sequence[Plan]) -> str:
     return yaml.safe_dump(values, sort_keys=False) + "\n".join(lines)
 
 
-def _planned(number: int, config: ClusterConfig) -> Plan:
-    path = f"models[{number}]"
-    try:
-        return make_plan(config)
-    except ConfigError as error:
-        raise placed_error(error, path) from None
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    except ShardingError as error:
-        raise ShardingError(f"{path}: {error}") from error
-
-
 def _facts(plan: Plan) -> tuple[str, str]:
     config, model, placement = plan.config, plan.model, plan.placement
     heads = blueprint(model).heads
@@ -102,19 +75,3 @@ def _facts(plan: Plan) -> tuple[str, str]:
         f"# Places {placement.replicas} x {len(placement.bundles)} ranks (replicas x tensor-parallel size) "
         f"in bundles of {{{bundle}}}.",
     )
-
-
-def read_model_config(model: str, impl: str = "auto") -> ModelConfig:
-    """Read the config of a folder, or of a hub id without fetching its weights. impl: `model_impl`.
-
-    Raises `CheckpointError`.
-    """
-    # The hub's retries would be printed line by line; what comes of them is in the error.
-    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
-    try:
-        return open_model(model, CONFIG_FILES, impl).config
-    except CheckpointError as error:
-        near = difflib.get_close_matches(model, known_models(), n=1)
-        if Path(model).is_dir() or not near:
-            raise
-        raise CheckpointError(f"{error}; did you mean {near[0]}?") from error

@@ -1,4 +1,8 @@
-"""`squadron serve`: from a configuration to an address that answers, and back to an empty machine."""
+"""`squadron serve`: from a configuration to an address that answers, and back to an empty machine.
+
+Ray comes up in processes of its own. Meanwhile a thread of this one imports what the app needs on it (Serve, torch)
+and checks the configuration, so nothing of that is imported with this file.
+"""
 
 from __future__ import annotations
 
@@ -6,42 +10,34 @@ import signal
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-import httpx
 import ray
-from ray import serve
-from ray.exceptions import RayError
-from ray.serve.config import ProxyLocation
-from ray.serve.exceptions import RayServeException
 from rich.text import Text
 
-from cluster.app import build, logging_config, uses_gpu
 from cluster.app_config import AppConfig
 from cluster.config import ClusterConfig
-from cluster.config_values import GATEWAY
-from cluster.ingress.router_side import UNGUARDED
 from cluster.resources import app_resources
 from cluster.telemetry.logs import JSON
-from deploy.cli.client import client_for, is_guarded
-from deploy.cli.dry_run import check_folders, make_plans
-from deploy.cli.keys import own_key
+from deploy.cli.model_files import check_files, sets_engine
 from deploy.cli.processes import Interrupted, Interrupts, bounded, descendants
 from deploy.cli.terminal import terminal
 from deploy.serve.address import connect_host, curl, free_port, is_loopback
 from deploy.serve.haproxy import HAProxySetup, exposed
-from deploy.serve.output import PhaseLog, ReplicaLog, listed_replicas, quiet_serve, without_death_notices
-from deploy.serve.ray_cluster import JoinedRay, LocalRay, RayCluster, check_capacity, count
-from deploy.serve.readiness import Readiness, StartError
+from deploy.serve.meanwhile import Meanwhile
+from deploy.serve.output import PhaseLog, without_death_notices
+from deploy.serve.ray_cluster import JoinedRay, LocalRay, RayCluster, count
+from engine.device.machine import collector_paused
 from engine.errors import ConfigError
 
-APP = "squadron"
+if TYPE_CHECKING:
+    from deploy.serve.served_app import ServedApp
+
 # Seconds that running streams get: a user waits after Ctrl-C, SIGTERM comes from a supervisor.
 CTRL_C_GRACE = 5.0
 DELETE_SECONDS = 10.0
 EXIT_SECONDS = 20.0
-LOOK_SECONDS = 0.5
-POLLS_PER_STATUS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +86,6 @@ class Server:
         self._console = terminal(json_lines=app.shared.log_format == JSON)
         self._phases = PhaseLog(self._console)
         self._cluster: RayCluster | None = None
-        self._deployed = False
-        self._started_serve = False
 
     def say(self, text: str) -> None:
         """Print one line as it is."""
@@ -100,24 +94,25 @@ class Server:
     def start(self, interrupts: Interrupts) -> None:
         """Bring everything up, a line per phase. Raises `SquadronError` or `ParallelError`."""
         if self._options.ray_address is None:
-            make_plans(self._app)
-            check_folders(self._app)
+            check_files(self._app)
             self._app = _with_ports(self._app)
         elif self._config.grpc_port == 0:
             raise ConfigError(
                 "grpc_port: a cluster that is joined needs a port of your choice, such as 9000", "grpc_port"
             )
-        with self._phases.phase("Ray") as notes:
+        with self._phases.phase("Ray") as notes, collector_paused(), Meanwhile(self._prepare) as prepared:
             self._cluster = self._connect()
+            interrupts.listen()
+            prepared.wait()
             notes.append(self._cluster.about)
-        interrupts.listen()
-        self._check_capacity()
+        if not self._options.wait_for_nodes:
+            self._served.check_capacity()
         with self._phases.phase("Serve"):
-            self._start_serve()
-            self._deploy()
+            self._served.start_serve(verbose=self._options.verbose)
+            self._served.deploy()
         began = time.perf_counter()
         with self._phases.waiting("Replicas"):
-            self._replicas = self._readiness().wait()
+            self._replicas = self._served.wait()
         self._print_phases(time.perf_counter() - began)
         self.ready = True
 
@@ -142,9 +137,9 @@ class Server:
         """Say what listens beside the address that was asked for, and warn of what is not as it should be."""
         haproxy = self._options.haproxy
         if haproxy is None:
-            with client_for(self.url, own_key(self._config)) as client:
-                if not is_guarded(client):
-                    self._warn(f"{UNGUARDED}.")
+            unguarded = self._served.unguarded()
+            if unguarded:
+                self._warn(f"{unguarded}.")
             return
         self.say(haproxy.about())
         found = exposed(descendants()) if is_loopback(self._config.host) else []
@@ -156,26 +151,7 @@ class Server:
 
     def watch(self) -> None:
         """Tell of replicas while the app is there. Raises `StartError` when it is deleted or Ray goes away."""
-        named = len(self._app.models) > 1
-        logs = [
-            ReplicaLog(
-                self._replicas,
-                config.most_replicas,
-                self.say,
-                config.model_id if named else "",
-                scaled=config.max_replicas is not None,
-            )
-            for config in self._app.models
-        ]
-        with client_for(self.url, own_key(self._config)) as client:
-            while True:
-                for _ in range(POLLS_PER_STATUS):
-                    time.sleep(LOOK_SECONDS)
-                    listed = listed_replicas(client)
-                    if listed is not None:
-                        for log in logs:
-                            log.update(listed)
-                self._check_app()
+        self._served.watch(self._replicas)
 
     def stop(self, grace: float) -> None:
         """Delete the app, let its streams finish for `grace` seconds, and end what was started."""
@@ -183,9 +159,11 @@ class Server:
             ray.shutdown()
             return
         try:
-            if self._deployed and ray.is_initialized():
+            if self._was_served and ray.is_initialized():
                 with bounded(grace + DELETE_SECONDS, self._cluster.alive):
-                    self._delete(grace)
+                    # In a cluster that stays, replicas without streams need a moment of their own.
+                    stays = isinstance(self._cluster, JoinedRay)
+                    self._served.delete(max(grace, DELETE_SECONDS / 2 if stays else 0.0), with_serve=stays)
         finally:
             with bounded(EXIT_SECONDS):
                 self._cluster.stop()
@@ -200,6 +178,31 @@ class Server:
         """Where the HTTP endpoint is, on this machine."""
         return f"http://{connect_host(self._config.host)}:{self._config.port}"
 
+    def _prepare(self) -> None:
+        """Import what the app needs of this process and, for a Ray that is started here, check what is to run on it.
+
+        Where nothing is set that might not fit the model, torch, which only that check needs and which takes a core
+        for over a second, is left to the replicas: they refuse in the same words what they cannot run.
+
+        Raises `SquadronError` or `ParallelError`.
+        """
+        if self._options.ray_address is None and sets_engine(self._app):
+            from deploy.cli.dry_run import make_plans
+
+            make_plans(self._app)
+        _ = self._served
+
+    @cached_property
+    def _served(self) -> ServedApp:
+        import cluster.light_serve  # noqa: F401  # before anything else imports Serve
+        from deploy.serve.served_app import ServedApp
+
+        return ServedApp(self._app, self.url, self.say)
+
+    @property
+    def _was_served(self) -> bool:
+        return "_served" in vars(self) and self._served.deployed
+
     def _print_phases(self, waited: float) -> None:
         """A block of lines for each model, under its name where there are several. They start side by side."""
         named = len(self._app.models) > 1
@@ -210,15 +213,6 @@ class Server:
                 self.say(f"Model {config.model_id}")
             self._phases.replicas(own, waited, ranks)
 
-    def _check_app(self) -> None:
-        try:
-            gone = APP not in serve.status().applications
-        except (RayError, RayServeException, ConnectionError) as error:
-            raise StartError(f"Ray is gone: {type(error).__name__}") from error
-        if gone:
-            self._deployed = False
-            raise StartError(f"the app {APP} was deleted by somebody else")
-
     def _connect(self) -> RayCluster:
         address, verbose = self._options.ray_address, self._options.verbose
         if address is not None:
@@ -226,72 +220,6 @@ class Server:
         # Whether GPUs are used changes nothing about the CPUs.
         placement = app_resources(self._app, lambda _: False)
         return LocalRay(placement.cpus + placement.one_more["CPU"], verbose)
-
-    def _check_capacity(self) -> None:
-        if not self._options.wait_for_nodes:
-            placement = app_resources(self._app, uses_gpu)
-            check_capacity(placement, ray.available_resources(), ray.cluster_resources())
-
-    def _start_serve(self) -> None:
-        quiet_serve(self._options.verbose)
-        status = serve.status()
-        if APP in status.applications:
-            raise StartError(f"an app named {APP} already runs in this cluster; delete it first (`serve shutdown`)")
-        if status.proxies and self._config.ingress != GATEWAY:
-            self._find_proxy()
-            return
-        free_port(self._config.host, self._config.port)
-        self._started_serve = not status.proxies and not status.applications
-        try:
-            alone = self._config.ingress == GATEWAY  # no proxy of Serve's beside it
-            serve.start(
-                proxy_location=ProxyLocation.Disabled if alone else None,
-                http_options={"host": self._config.host, "port": self._config.port},
-                logging_config=logging_config(self._config.log_format),
-            )
-        except (RayError, TimeoutError) as error:
-            raise StartError(
-                f"Serve's proxy did not come up: {type(error).__name__}; "
-                "start again, with less other work on this machine or --verbose to see Serve's log"
-            ) from error
-
-    def _find_proxy(self) -> None:
-        """Serve runs in the joined cluster already, and keeps the address that it was started with."""
-        try:
-            httpx.get(f"{self.url}/-/healthz", timeout=5.0, trust_env=False)
-        except httpx.HTTPError:
-            raise StartError(
-                f"Serve already runs in this cluster, but not at {self.url}: give its address with --host and --port"
-            ) from None
-
-    def _deploy(self) -> None:
-        target = serve.RunTarget(build(self._app.settings()), name=APP, route_prefix="/")
-        self._deployed = True
-        try:
-            serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
-        except RayServeException as error:
-            raise StartError(f"Serve refused the app: {str(error).splitlines()[0]}") from error
-
-    def _readiness(self) -> Readiness:
-        wanted = {config.model_id: config.replicas for config in self._app.models}
-        return Readiness(APP, self.url, own_key(self._config), wanted, self.say)
-
-    def _delete(self, grace: float) -> None:
-        serve.delete(APP, _blocking=False)
-        # In a cluster that stays, replicas without streams need a moment of their own.
-        deadline = time.monotonic() + max(grace, DELETE_SECONDS / 2 if isinstance(self._cluster, JoinedRay) else 0.0)
-        while time.monotonic() < deadline and _is_there(APP):
-            time.sleep(0.1)
-        if isinstance(self._cluster, JoinedRay) and self._started_serve and not serve.status().applications:
-            serve.shutdown()
-
-
-def _is_there(app: str) -> bool:
-    """Whether an app runs, or nobody can say so now: its streams must not end because Serve's controller restarts."""
-    try:
-        return app in serve.status().applications
-    except (RayError, RayServeException, ConnectionError):
-        return True
 
 
 def _with_ports(app: AppConfig) -> AppConfig:

@@ -85,12 +85,14 @@ def _is_loopback(host: str) -> bool:
 # A proxy that hangs holds the connections of all its clients, which hear of it when it is dead: three checks of 1.5 s
 # find it, and Ray waits a second for a process that does not end itself; 8 s in all, where the defaults take 50. One
 # that is dead already is replaced after 2 s, not 30.
+# Each worker imports Serve before its first task, and leaves pandas out.
 LOCAL_RAY = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "GOMP_SPINCOUNT": "1000",
     "RAY_worker_niceness": "0",
+    "RAY_preload_python_modules": "cluster.light_serve",
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "1.5",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from abc import ABC, abstractmethod
 from contextlib import suppress
 
@@ -14,6 +15,7 @@ from cluster.resources import AppResources
 from deploy.cli.processes import adopt_orphans, descendants, kill_all, while_ray_joins
 from deploy.serve.address import knock
 from deploy.serve.environment import OBJECT_STORE_BYTES
+from deploy.serve.lean_ray import lean_node
 from deploy.serve.orphans import OrphanWatch
 from engine.device.machine import cores
 from engine.errors import ConfigError
@@ -47,14 +49,19 @@ class LocalRay(RayCluster):
         self._watch = OrphanWatch()
         adopt_orphans()
         logical = max(cores(), math.ceil(cpus))
-        ray.init(
-            address="local",
-            num_cpus=logical,
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=verbose,
-            logging_level=logging.INFO if verbose else logging.ERROR,
-        )
+        try:
+            with lean_node(os.environ, verbose):
+                ray.init(
+                    address="local",
+                    num_cpus=logical,
+                    include_dashboard=False,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    log_to_driver=verbose,
+                    logging_level=logging.INFO if verbose else logging.ERROR,
+                )
+        except BaseException:  # a signal, too: nobody else knows of what was started by then
+            self._end(0.0)
+            raise
         self._watch.guard(descendants())
         self.about = f"on this machine, {logical} logical CPUs"
 
@@ -69,10 +76,14 @@ class LocalRay(RayCluster):
 
     def stop(self) -> None:
         """End Ray and make sure that none of its processes outlives the command."""
+        self._end(EXIT_SECONDS)
+
+    def _end(self, grace: float) -> None:
+        """End Ray; after `grace` seconds what is left of it is killed."""
         self._watch.close()
         started = descendants()
         ray.shutdown()
-        _, alive = psutil.wait_procs(started, timeout=EXIT_SECONDS)
+        _, alive = psutil.wait_procs(started, timeout=grace)
         kill_all(alive)
 
 

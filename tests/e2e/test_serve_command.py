@@ -128,6 +128,13 @@ def test_only_loopback_is_listened_on_but_for_serves_own_guarded_port(served: Co
     assert all(ports == 1 for ports in open_to_all.values()), open_to_all
 
 
+def test_ray_runs_nothing_that_nobody_uses(served: Command) -> None:
+    """Each would take most of a second of a core at every start."""
+    idle = ("autoscaler/_private/monitor.py", "dashboard/dashboard.py", "log_monitor.py")
+    for process, words in answers(served.descendants(), psutil.Process.cmdline):
+        assert not any(one in word for word in words[:4] for one in idle), (process, words)
+
+
 def test_its_processes_get_no_smaller_share_of_a_busy_machine_than_others(served: Command) -> None:
     told = answers(served.descendants(), lambda one: (one.name(), one.nice()))
     workers = [niceness for _, (name, niceness) in told if name.startswith("ray::")]
@@ -171,6 +178,17 @@ def test_a_supervisors_sigterm_to_all_processes_ends_all_of_them_soon(home: Path
         eventually(lambda: not any(process.is_running() for process in started), "all processes gone", LEAK_SECONDS)
     finally:
         command.kill()
+
+
+def test_a_flag_that_does_not_fit_the_model_is_one_sentence_though_ray_starts_meanwhile(home: Path) -> None:
+    command = Command("serve", "demo", "--port", "0", "--device", "cpu", "-tp", "3", home=home)
+    try:
+        assert command.wait(START_SECONDS) == 1
+    finally:
+        command.kill()
+    (line,) = command.lines
+    assert line.startswith("Error: ")
+    assert "--tensor-parallel-size" in line
 
 
 def test_a_start_that_does_not_fit_is_one_sentence_and_leaves_nothing(home: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from cluster.app_config import AppConfig
 from cluster.config import ClusterConfig
-from cluster.deployments.router import OtherRouters
+from cluster.deployments.router_host import OtherRouters
 from cluster.errors import ReplicaStartError
 from cluster.lifecycle import app_status, updates
 from cluster.lifecycle.app_status import AppPicture, AppState, AppWatch, DeploymentState, one_line

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.admission.tenants import Tenancy
 from cluster.config import parse_config
-from cluster.grpc_api.rpc import GrpcMetrics
+from cluster.grpc_api.metrics import GrpcMetrics
 from cluster.router.counters import DispatcherCounters
 from cluster.router.metrics import RequestCollector, TenantCollector
 from cluster.router.models import Models

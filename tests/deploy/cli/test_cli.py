@@ -19,6 +19,7 @@ from cluster.resources import app_resources
 from deploy import main as cli
 from deploy.cli.dry_run import describe_plans, make_plan, make_plans
 from deploy.serve import command as serving
+from deploy.serve import served_app
 from deploy.serve.address import connect_host, curl, free_port, is_loopback
 from deploy.serve.environment import Environment, prepare_local_ray
 from deploy.serve.ray_cluster import JoinedRay, check_capacity
@@ -126,11 +127,12 @@ def test_a_proxy_that_does_not_come_up_is_one_sentence(monkeypatch, error):
     def start(**_):
         raise error
 
-    monkeypatch.setattr(serving.serve, "status", lambda: SimpleNamespace(applications={}, proxies={}))
-    monkeypatch.setattr(serving.serve, "start", start)
-    server = serving.Server(parse_app({"model": "demo", "port": free_port("127.0.0.1", 0)}), serving.Options())
+    monkeypatch.setattr(served_app.serve, "status", lambda: SimpleNamespace(applications={}, proxies={}))
+    monkeypatch.setattr(served_app.serve, "start", start)
+    config = parse_app({"model": "demo", "port": free_port("127.0.0.1", 0)})
+    app = served_app.ServedApp(config, "http://127.0.0.1:1", print)
     with pytest.raises(StartError, match=f"proxy did not come up: {type(error).__name__}; start again"):
-        server._start_serve()
+        app.start_serve(verbose=False)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,7 @@ def test_a_proxy_that_does_not_come_up_is_one_sentence(monkeypatch, error):
 def test_only_a_server_without_keys_of_either_kind_is_said_to_be_open_to_all(
     monkeypatch, capsys, settings, warned, listed
 ):
-    monkeypatch.setattr(serving, "is_guarded", lambda _: True)
+    monkeypatch.setattr(served_app, "is_guarded", lambda _: True)
     models = {"models": [{"model": "demo"}]} if listed else {"model": "demo"}
     serving.Server(parse_app(settings | models), serving.Options()).announce()
     said = " ".join("".join(capsys.readouterr()).split())

@@ -8,13 +8,13 @@ import httpx
 import pytest
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
-import deploy.serve.command
 import deploy.serve.readiness
+import deploy.serve.served_app
 from cluster.app_config import AppConfig, parse_app
 from cluster.errors import ReplicaStartError, find_start_failure
 from deploy.serve.command import Options, Server
-from deploy.serve.output import ReplicaLog
 from deploy.serve.readiness import Readiness, StartError, refuse_failed
+from deploy.serve.replica_log import ReplicaLog
 from engine.errors import ConfigError
 
 BODIES = [
@@ -95,18 +95,18 @@ def test_one_look_asks_once_for_all_models(monkeypatch, capsys):
         asked.append(request.url.path)
         return httpx.Response(200, json={"replicas": BODIES[:2]})
 
-    def end(_: Server) -> None:
+    def end() -> None:
         raise StartError("deleted")
 
     client = httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
-    monkeypatch.setattr(deploy.serve.command, "client_for", lambda *_: client)
-    monkeypatch.setattr(deploy.serve.command, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(Server, "_check_app", end)
+    monkeypatch.setattr(deploy.serve.served_app, "client_for", lambda *_: client)
+    monkeypatch.setattr(deploy.serve.served_app, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(deploy.serve.served_app, "serve", SimpleNamespace(status=end))
     server = Server(app("demo", "other"), Options())
     server._replicas = BODIES
     with pytest.raises(StartError, match="deleted"):
         server.watch()
-    assert asked == ["/ready"] * deploy.serve.command.POLLS_PER_STATUS
+    assert asked == ["/ready"] * deploy.serve.served_app.POLLS_PER_STATUS
     assert capsys.readouterr().out.startswith("Replica c of other (pids 4, 5) is lost")
 
 

@@ -6,7 +6,8 @@ import io
 
 import httpx
 
-from deploy.serve.output import DEATH_NOTICE, DeathFilter, ReplicaLog, listed_replicas
+from deploy.serve.output import DEATH_NOTICE, DeathFilter
+from deploy.serve.replica_log import ReplicaLog, listed_replicas
 
 
 def log_of(*names: str) -> tuple[ReplicaLog, list[str]]:

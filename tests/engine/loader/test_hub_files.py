@@ -10,7 +10,7 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
 
 from cluster.config import ClusterConfig
 from cluster.router.models import served_model
-from deploy.cli.dry_run import read_model_config
+from deploy.cli.model_files import read_model_config
 from deploy.demo import demo_model_path
 from deploy.fetch import main as fetch_command
 from engine.errors import CheckpointError

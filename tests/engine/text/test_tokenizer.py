@@ -171,7 +171,7 @@ MESSAGES = [{"role": "system", "content": "be kind"}, {"role": "user", "content"
 
 ROUTER = """
 import sys
-import cluster.deployments.router
+import cluster.deployments.router_host
 from cluster.config import resolve_config
 from cluster.router.models import served_model
 
