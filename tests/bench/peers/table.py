@@ -27,16 +27,16 @@ RATIOS = ("mixed_tokens_per_s", "even_tokens_per_s", "alone_ms", "first_ms")
 
 def markdown(comparison: Comparison, origin: Mapping[str, Any]) -> str:
     """Return the tables. origin: `provenance()`, from before."""
+    ratio = ["engine", "dtype", *(HEADINGS[name] for name in RATIOS)]
+    limits = ["", "dtype", "reading the weights, ms", "matrix products, GFLOP/s"]
     parts = [
         _heading(comparison, origin),
-        _rows(["engine", "dtype", *HEADINGS.values(), SAME], _figures(comparison)),
-        f"How many times faster {OURS} is, in the same round:",
-        _rows(["engine", "dtype", *(HEADINGS[name] for name in RATIOS)], _ratios(comparison)),
-        "What the machine can do:",
-        _rows(["", "dtype", "reading the weights, ms", "matrix products, GFLOP/s"], _limits(comparison)),
+        *_rows("", ["engine", "dtype", *HEADINGS.values(), SAME], _figures(comparison)),
+        *_rows(f"How many times faster {OURS} is, in the same round:", ratio, _ratios(comparison)),
+        *_rows("What the machine can do:", limits, _limits(comparison)),
         "\n".join(f"- {line}" for line in _notes(comparison)),
     ]
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 def figures(comparison: Comparison) -> dict[str, float]:
@@ -178,6 +178,7 @@ def _spread(values: Sequence[float], name: str) -> str:
     return f"{middle} ({min(values):,.{digits}f} to {max(values):,.{digits}f}){unit}"
 
 
-def _rows(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _rows(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a title and its table, or nothing where it would have no rows."""
     rule = ["---", "---", *["---:"] * (len(headings) - 2)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (headings, rule, *rows))
+    return [title, "\n".join(f"| {' | '.join(cells)} |" for cells in (headings, rule, *rows))] if rows else []
