@@ -13,6 +13,7 @@ is not installed or fails is skipped by name, with the reason.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -108,4 +109,5 @@ def _sequences(text: str) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which would leave the engine that runs, and its files
     sys.exit(main())
