@@ -85,11 +85,12 @@ INLINE void multiply_rows(const int rows, const int eight, const input *x, long 
             const long at = k * STEP + c * RUN;
             if (c == 0)
                 for (long byte = 0; byte < ahead; byte += LINE) __builtin_prefetch(next + k * ahead + byte, 0, 2);
-            for (int v = 0; v < cols; v++) {
-                const run weights = eight ? widened((const int8_t *)strip + at + v * RUN)
-                                          : get_weights((const elem *)strip + at + v * RUN);
-                for (int r = 0; r < rows; r++) sum[r][v] = times(x + r * stride + k * DEPTH, weights, sum[r][v]);
-            }
+            run weights[VECS]; /* before the rows, so that each input is spread over a register once */
+            for (int v = 0; v < cols; v++)
+                weights[v] = eight ? widened((const int8_t *)strip + at + v * RUN)
+                                   : get_weights((const elem *)strip + at + v * RUN);
+            for (int r = 0; r < rows; r++)
+                for (int v = 0; v < cols; v++) sum[r][v] = times(x + r * stride + k * DEPTH, weights[v], sum[r][v]);
         }
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < cols; v++) put_float(sums + r * WIDE + (c + v) * LANES, sum[r][v]);

@@ -47,6 +47,12 @@ INLINE void end_panel(void) { _tile_release(); }
         _tile_loadd(tile, from, WIDE * sizeof(float))
 #define WEIGHTS(tile, from) _tile_loadd(tile, from, STEP * sizeof(elem))
 
+/* Fetch one of four parts of what the steps of a tile ask for ahead: all at once would fill the buffers of the cache. */
+INLINE void fetch_quarter(int part, const char *next, long ahead) {
+    const long size = ahead * PAIRS / 4;
+    for (long at = part * size; at < (part + 1) * size; at += LINE) __builtin_prefetch(next + at, 0, 2);
+}
+
 /* Two tiles of rows with half a panel. */
 INLINE void two_by_two(const elem *x, const elem *y, long stride, const elem *strip, long steps, int fresh, float *sums,
                        float *their_sums, const char *next, long ahead) {
@@ -55,14 +61,17 @@ INLINE void two_by_two(const elem *x, const elem *y, long stride, const elem *st
     TAKE(2, their_sums);
     TAKE(3, their_sums + SIDE);
     for (long k = 0; k < steps; k += PAIRS) {
-        for (long at = 0; at < ahead * PAIRS; at += LINE) __builtin_prefetch(next + k * ahead + at, 0, 2);
+        fetch_quarter(0, next + k * ahead, ahead);
         WEIGHTS(6, strip + k * STEP);
         _tile_loadd(4, x + 2 * k, stride * sizeof(elem));
         _tile_dpbf16ps(0, 4, 6);
+        fetch_quarter(1, next + k * ahead, ahead);
         WEIGHTS(7, strip + k * STEP + 2 * SIDE);
         _tile_dpbf16ps(1, 4, 7);
+        fetch_quarter(2, next + k * ahead, ahead);
         _tile_loadd(5, y + 2 * k, stride * sizeof(elem));
         _tile_dpbf16ps(2, 5, 6);
+        fetch_quarter(3, next + k * ahead, ahead);
         _tile_dpbf16ps(3, 5, 7);
     }
     _tile_stored(0, sums, WIDE * sizeof(float));
@@ -80,14 +89,17 @@ INLINE void one_by_four(const elem *x, long stride, const elem *strip, long step
     TAKE(3, sums + 3 * SIDE);
     for (long k = 0; k < steps; k += PAIRS) {
         const elem *weights = strip + k * STEP;
-        for (long at = 0; at < ahead * PAIRS; at += LINE) __builtin_prefetch(next + k * ahead + at, 0, 2);
         _tile_loadd(4, x + 2 * k, stride * sizeof(elem));
+        fetch_quarter(0, next + k * ahead, ahead);
         WEIGHTS(6, weights);
         _tile_dpbf16ps(0, 4, 6);
+        fetch_quarter(1, next + k * ahead, ahead);
         WEIGHTS(7, weights + 2 * SIDE);
         _tile_dpbf16ps(1, 4, 7);
+        fetch_quarter(2, next + k * ahead, ahead);
         WEIGHTS(6, weights + 4 * SIDE);
         _tile_dpbf16ps(2, 4, 6);
+        fetch_quarter(3, next + k * ahead, ahead);
         WEIGHTS(7, weights + 6 * SIDE);
         _tile_dpbf16ps(3, 4, 7);
     }
