@@ -69,10 +69,13 @@ class ProductChoice:
 
 @torch.inference_mode()
 def _measured(weight: Tensor, ways: Ways) -> str:
-    """Return the first of `ways` that takes at most `MARGIN` times as long as any: in the mean over `ROWS`."""
+    """Return the way that falls behind the fastest by least, at the one of `ROWS` where it falls behind most.
+
+    The first of `ways` is taken where it is within `MARGIN` of that.
+    """
     part = weight if weight.numel() <= MOST_WEIGHTS else weight[: max(1, MOST_WEIGHTS // weight.shape[1])]
     methods = {name: method for name, make in ways.items() if (method := make(part)) is not None}
-    took = dict.fromkeys(methods, 0.0)
+    worst = dict.fromkeys(methods, 1.0)  # times as long as the fastest
     for rows in ROWS:
         x = torch.randn(rows, part.shape[1], dtype=part.dtype)
         least = dict.fromkeys(methods, inf)
@@ -83,8 +86,8 @@ def _measured(weight: Tensor, ways: Ways) -> str:
                 least[name] = min(least[name], time.perf_counter() - began)
         best = min(least.values())
         for name, seconds in least.items():
-            took[name] += seconds / best
-    return next(name for name, sum_ in took.items() if sum_ <= MARGIN * min(took.values()))
+            worst[name] = max(worst[name], seconds / best)
+    return next(name for name, ratio in worst.items() if ratio <= MARGIN * min(worst.values()))
 
 
 def _machine(dtype: torch.dtype) -> str:
