@@ -21,6 +21,7 @@ from engine.errors import ConfigError
 
 BEAT = TICK  # seconds without a word to the guard after which it is told that this router lives
 NOTE_AFTER = BEAT / 4  # seconds after which it is told what came of an answer that is not sent yet
+READS = 0.25  # seconds in which a router that stood still has read what came meanwhile
 TAKES_BACK = 0.5  # seconds in which a router that was silent for long hears that its ingress has left it
 WINDOW = 1 << 20  # bytes of an answer that may be on their way to its client
 UNGUARDED = (
@@ -160,7 +161,7 @@ class _Stalls:
             self._look(loop)
         elif now - self._looked >= 2 * BEAT:  # the look that is late has not come yet
             return self._looked
-        return self._began if now - self._ended < BEAT else now
+        return self._began if now - self._ended < READS else now
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         now = loop.time()

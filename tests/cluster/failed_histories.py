@@ -169,4 +169,17 @@ FAILED: dict[str, History] = {
             Stop(at=0.6983, process="router-0", seconds=8.0),
         ),
     ),
+    "a router's clock leapt, and what it was asked half a second later was charged to nobody": History(
+        seed=78759239490,
+        routers=1,
+        replicas=1,
+        ingress=True,
+        seats=3,
+        events=(
+            Arrive(at=0.0162, seed=663941428, prompt=2, tokens=1),
+            Leap(at=0.2294, process="router-0", seconds=40.0),
+            Arrive(at=0.8232, seed=745886027, prompt=2, tokens=1),
+            Stop(at=1.1443, process="router-0", seconds=8.0),
+        ),
+    ),
 }
