@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +26,6 @@ from deploy.cli.processes import Interrupted, Interrupts, bounded, descendants
 from deploy.cli.terminal import terminal
 from deploy.serve.address import connect_host, curl, free_port, is_loopback
 from deploy.serve.haproxy import HAProxySetup, exposed
-from deploy.serve.meanwhile import Meanwhile
 from deploy.serve.output import PhaseLog, without_death_notices
 from deploy.serve.ray_cluster import JoinedRay, LocalRay, RayCluster, count
 from engine.device.machine import collector_paused
@@ -100,10 +100,12 @@ class Server:
             raise ConfigError(
                 "grpc_port: a cluster that is joined needs a port of your choice, such as 9000", "grpc_port"
             )
-        with self._phases.phase("Ray") as notes, collector_paused(), Meanwhile(self._prepare) as prepared:
+        # The end of the block waits for the thread: one that imports as the interpreter ends can crash in C++.
+        with self._phases.phase("Ray") as notes, collector_paused(), ThreadPoolExecutor(1) as beside:
+            prepared = beside.submit(self._prepare)
             self._cluster = self._connect()
             interrupts.listen()
-            prepared.wait()
+            prepared.result()
             notes.append(self._cluster.about)
         if not self._options.wait_for_nodes:
             self._served.check_capacity()

@@ -36,8 +36,13 @@ int may_multiply_by_tiles(void) { return may_use_tiles(); }
 /* Inputs that are packed side by side: a weight has a multiple of it. */
 int64_t packing_depth(void) { return DEPTH; }
 
-/* weights [outs][ins] to packed. */
-void pack(const elem *weights, elem *packed, int64_t outs, int64_t ins) {
+/* Where input d of output n is among the weights of a step. */
+INLINE long place(const int eight, long n, long d) {
+    return eight ? n / LANES * RUN + d * LANES + n % LANES : n * DEPTH + d;
+}
+
+/* weights [outs][ins] of `size` bytes each to packed, zeros behind the last of outs. */
+INLINE void pack_panels(const int eight, const char *weights, char *packed, int64_t outs, int64_t ins, const long size) {
     const long depth = ins / DEPTH, panels = (outs + WIDE - 1) / WIDE;
 #pragma omp parallel for
     for (long panel = 0; panel < panels; panel++)
@@ -45,25 +50,25 @@ void pack(const elem *weights, elem *packed, int64_t outs, int64_t ins) {
             for (long n = 0; n < WIDE; n++)
                 for (long d = 0; d < DEPTH; d++) {
                     const long out = panel * WIDE + n;
-                    packed[((panel * depth + k) * WIDE + n) * DEPTH + d] = out < outs ? weights[out * ins + k * DEPTH + d] : 0;
+                    char *to = packed + ((panel * depth + k) * STEP + place(eight, n, d)) * size;
+                    if (out < outs)
+                        memcpy(to, weights + (out * ins + k * DEPTH + d) * size, size);
+                    else
+                        memset(to, 0, size);
                 }
 }
 
+void pack(const elem *weights, elem *packed, int64_t outs, int64_t ins) {
+    pack_panels(0, (const char *)weights, (char *)packed, outs, ins, sizeof(elem));
+}
+
 void pack8(const int8_t *weights, int8_t *packed, int64_t outs, int64_t ins) {
-    const long depth = ins / DEPTH, panels = (outs + WIDE - 1) / WIDE;
-#pragma omp parallel for
-    for (long panel = 0; panel < panels; panel++)
-        for (long k = 0; k < depth; k++)
-            for (long n = 0; n < WIDE; n++)
-                for (long d = 0; d < DEPTH; d++) {
-                    const long out = panel * WIDE + n, at = n / LANES * RUN + d * LANES + n % LANES;
-                    packed[(panel * depth + k) * STEP + at] = out < outs ? weights[out * ins + k * DEPTH + d] : 0;
-                }
+    pack_panels(1, (const char *)weights, (char *)packed, outs, ins, sizeof(int8_t));
 }
 
 /* A band with the panel that begins at output `at`. */
 INLINE void multiply_panel(const int tiled, const int eight, Band band, const Weight *weight, long at) {
-    float sums[(BAND + MOST_ROWS) * WIDE];
+    float sums[(BAND + TILE_ROWS) * WIDE];
     elem wider[eight ? WIDE_STRIP * STEP : 1];
     const long size = eight ? 1 : sizeof(elem), depth = weight->ins / DEPTH, bytes = STEP * size;
     const int few = !tiled && band.rows <= FEW;
@@ -102,7 +107,7 @@ INLINE void multiply_panel(const int tiled, const int eight, Band band, const We
 
 INLINE void multiply_by(const int eight, Band all, const Weight *weight, int64_t threads, int tiles) {
     const int tiled = by_tiles(weight->ins, tiles);
-    const long size = band_of(all.rows, tiled ? MOST_ROWS : MAX_ROWS), bands = (all.rows + size - 1) / size;
+    const long size = band_of(all.rows, tiled ? TILE_ROWS : MAX_ROWS), bands = (all.rows + size - 1) / size;
 #pragma omp parallel for collapse(2) schedule(static) num_threads(team(all.rows * weight->outs * weight->ins, WORTH, threads))
     for (long b = 0; b < bands; b++)
         for (long at = 0; at < weight->outs; at += WIDE) {

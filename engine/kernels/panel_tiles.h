@@ -6,6 +6,7 @@
  */
 
 #define SIDE 16        /* most rows of a tile, and its outputs */
+#define TILE_ROWS 32   /* rows of a pass at most: two tiles */
 #define PAIRS 16       /* steps of a tile: two inputs each */
 #define TILE_STRIP 256 /* steps of a panel that stay in the nearest cache, with the rows of a pass */
 

@@ -9,7 +9,6 @@
 
 #define WIDE 64       /* outputs of a panel, which are summed at a time */
 #define BAND 256      /* most rows that share a panel while it is in the cache */
-#define MOST_ROWS 32  /* that are multiplied at a time */
 #define WORTH (1 << 19) /* products from which on other threads pay */
 #define LINE 64       /* bytes of the cache */
 

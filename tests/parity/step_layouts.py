@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from engine.report import StepInputs
@@ -34,4 +36,18 @@ def make_step(computed, lengths, seed=0, block=BLOCK, num_blocks=NUM_BLOCKS) -> 
         block_tables=tables,
         logits_indices=np.empty(0, np.int32),
         copy_blocks=np.empty((0, 2), np.int32),
+    )
+
+
+def step_on(blocks, counts, starts, block) -> StepInputs:
+    """Return the step of `counts` tokens of each sequence from `starts` on; blocks: those of each, as many of all."""
+    tables = np.array(blocks, np.int32)
+    where = [np.arange(first, first + count) for first, count in zip(starts, counts, strict=True)]
+    slots = [tables[row, at // block] * block + at % block for row, at in enumerate(where)]
+    return replace(
+        make_step([0] * len(counts), counts),
+        slot_mapping=np.concatenate(slots).astype(np.int32),
+        seq_lens=np.array([at[-1] + 1 for at in where], np.int32),
+        num_computed_tokens=np.array(starts, np.int32),
+        block_tables=tables,
     )

@@ -24,6 +24,7 @@ from parallel import c_library
 from tests.interpreter import exact_halves
 from tests.long import examples, long
 from tests.parity import test_attention as paged
+from tests.parity.step_layouts import step_on
 
 CPU = torch.device("cpu")
 BLOCKS = 64
@@ -51,19 +52,9 @@ class Lab:
 
     def run(self, sequences, counts, starts):
         """Attend to `counts` tokens of each sequence (its row and its queries | key) from `starts` on."""
-        size = self.backend.spec.block_size
-        step = paged.make_step([0] * len(counts), counts)
-        tables = np.array([self.rows[row] for row, _ in sequences], np.int32)
-        where = [np.arange(a, a + n) for a, n in zip(starts, counts, strict=True)]
-        slots = [tables[i, at // size] * size + at % size for i, at in enumerate(where)]
-        step = replace(
-            step,
-            slot_mapping=np.concatenate(slots).astype(np.int32),
-            seq_lens=np.array([at[-1] + 1 for at in where], np.int32),
-            num_computed_tokens=np.array(starts, np.int32),
-            block_tables=tables,
-        )
-        heads = torch.cat([tokens[at] for (_, tokens), at in zip(sequences, where, strict=True)])
+        step = step_on([self.rows[row] for row, _ in sequences], counts, starts, self.backend.spec.block_size)
+        ranges = zip(sequences, starts, counts, strict=True)
+        heads = torch.cat([tokens[start : start + count] for (_, tokens), start, count in ranges])
         merged = MergedHeads(heads, None, None, 0.0, TorchKernels().norm_rotate)
         metadata = self.backend.prepare(to_device(step, CPU)[0])
         return self.backend.forward_merged(merged, self.cache.layers[0], metadata, 0).split(counts)

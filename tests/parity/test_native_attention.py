@@ -1,7 +1,6 @@
 """Attention compiled for this CPU against its definition; a token's bits know no company and no chunks."""
 
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from engine.kernels import compiler
 from parallel import c_library
 from tests.long import examples
 from tests.parity import test_attention as paged
+from tests.parity.step_layouts import step_on
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, c_library.COMPILERS)), reason="no C compiler on this machine"
@@ -42,19 +42,10 @@ class Cache:
 
     def run(self, sequences, counts, starts, window=0):
         """Attend to `counts` tokens of each sequence (its row and its q | k | v) from `starts` on."""
-        s, size = self.backend.spec, self.backend.spec.block_size
-        step = paged.make_step([0] * len(counts), counts)
-        tables = np.array([self.rows[row] for row, _ in sequences], np.int32)
-        where = [np.arange(a, a + n) for a, n in zip(starts, counts, strict=True)]
-        slots = [tables[i, at // size] * size + at % size for i, at in enumerate(where)]
-        step = replace(
-            step,
-            slot_mapping=np.concatenate(slots).astype(np.int32),
-            seq_lens=np.array([at[-1] + 1 for at in where], np.int32),
-            num_computed_tokens=np.array(starts, np.int32),
-            block_tables=tables,
-        )
-        qkv = torch.cat([tokens[at] for (_, tokens), at in zip(sequences, where, strict=True)])
+        s = self.backend.spec
+        step = step_on([self.rows[row] for row, _ in sequences], counts, starts, self.backend.spec.block_size)
+        ranges = zip(sequences, starts, counts, strict=True)
+        qkv = torch.cat([tokens[start : start + count] for (_, tokens), start, count in ranges])
         query, key, value = qkv.split((s.num_heads, s.num_kv_heads, s.num_kv_heads), dim=1)
         self.metadata = self.backend.prepare(to_device(step, CPU)[0])
         out = self.backend.forward(query, key, value, LayerCache(*self.pair), self.metadata, window)
