@@ -21,6 +21,8 @@ from engine.report import TokenLogprob
 NOTE = "squadron.note"  # type of a router's message that is for the ingress alone
 KEPT = "squadron.kept"  # key of any message of a router: what is to be kept of the answer, `bytes`
 ROUTER_WAIT = "squadron.router_wait"  # key of the first one: seconds that an answer may wait for another router
+ASKS = "squadron.asks"  # key of one of a router that may have been left: when it asks, by its own clock
+LISTENS = "squadron.listens"  # type of the answer to one that was not left: `asked_at`, as it came
 KEEPS = "squadron.keeps"  # key of the scope of a request whose ingress keeps what it is told
 CONTINUES = "squadron.continues"  # key of the scope of a request that is asked again: a `dict` of the next two
 NOTES = "notes"  # all that was kept, in order: a list of `bytes`
@@ -108,7 +110,9 @@ class AnswerLog:
         self._untold: AnswerFacts | None = None
         self._told_fingerprint: str | None = None
         self._spoke_at: float | None = None  # None = the ingress asks no other router
-        self._was_silent = False
+        self._silent_at: float | None = None  # when a silence ended in which the ingress may have left this router
+        self._facts_at: float | None = None  # when the facts were sent after it
+        self._heard = asyncio.Event()
         self._let_go = False
         for note in map(_decode, notes or ()):
             self.facts = self.facts or note.facts
@@ -133,7 +137,8 @@ class AnswerLog:
     @property
     def may_be_elsewhere(self) -> bool:
         """Whether the ingress may have asked another router: this one was silent for long, or has let go."""
-        return self._let_go or self._was_silent or self._is_silent(asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        return self._let_go or self._silent_at is not None or self._is_silent(now)
 
     def spoke(self, since: float | None = None) -> None:
         """Take note that the ingress hears something of this router, from now on again and again.
@@ -141,8 +146,23 @@ class AnswerLog:
         since: when it may have sent a request that it has heard nothing of, on the event loop's clock; None = it has.
         """
         now = asyncio.get_running_loop().time()
-        self._was_silent |= self._is_silent(now)
+        if self._is_silent(now):
+            self._silent_at = now
         self._spoke_at = now if since is None else since
+
+    def listens(self, asked_at: float) -> None:
+        """Take note that the ingress had not left this router when that asked, and has what it was sent before."""
+        if self._facts_at is not None and self._facts_at <= asked_at:
+            self.told_facts = True
+        if self._silent_at is not None and self._silent_at <= asked_at:
+            self._silent_at = None
+            self._heard.set()
+
+    async def heard(self) -> None:
+        """Wait until the ingress is known to listen."""
+        while self._let_go or self._silent_at is not None:
+            self._heard.clear()
+            await self._heard.wait()
 
     def let_go(self) -> None:
         """Take note that the ingress has to ask another router, which goes on with the answer."""
@@ -150,7 +170,7 @@ class AnswerLog:
 
     def is_answered(self) -> None:
         """Take note that the ingress has taken the answer to its end: it asks no other router."""
-        self._spoke_at, self._was_silent = None, False
+        self._spoke_at = self._silent_at = None
 
     def _is_silent(self, now: float) -> bool:
         return self._spoke_at is not None and now - self._spoke_at >= SILENCE
@@ -183,7 +203,10 @@ class AnswerLog:
         if not self.has_news:
             return None
         note = _Note(self._untold, self._new)
-        self.told_facts |= self._untold is not None and not self.may_be_elsewhere
+        if self._untold is not None and self.may_be_elsewhere:
+            self._facts_at = asyncio.get_running_loop().time()
+        elif self._untold is not None:
+            self.told_facts = True
         self._untold, self._new = None, []
         return _encode(note)
 

@@ -16,7 +16,7 @@ from msgspec import DecodeError, json
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Scope
 
-from cluster.answer_log import KEPT, LEASE, ROUTER_WAIT, TICK
+from cluster.answer_log import ASKS, KEPT, LEASE, LISTENS, ROUTER_WAIT, TICK
 from cluster.client_id import SERVERS_NAME
 from cluster.ingress.exchange import Exchange
 
@@ -60,6 +60,7 @@ class Attempt:
         self._refusal: bytearray | None = None
         self._unanswered = False
         self._asks = False
+        self._asked_at: float | None = None  # when the router asked whether it was left, until it is told
         self._taken = self._told = 0
         self._told_at = self._loop.time()
 
@@ -86,7 +87,7 @@ class Attempt:
         return bool(done)
 
     async def _receive(self) -> Message:
-        """Return what the client sends next, or how much it has taken, whichever comes first."""
+        """Return what comes first: of the client, how much it has taken, or that the router is believed."""
         exchange = self._exchange
         if self._asked:
             return self._asked.pop()
@@ -94,6 +95,9 @@ class Attempt:
         await asyncio.wait((arriving, self._news), return_when=asyncio.FIRST_COMPLETED)
         if exchange.stalled:
             return {"type": "http.disconnect"}
+        if self._asked_at is not None:
+            message, self._asked_at = {"type": LISTENS, "asked_at": self._asked_at}, None
+            return message
         if not arriving.done():
             self._news = self._loop.create_future()
             return {"type": TAKEN, "bytes": self._taken}
@@ -112,9 +116,12 @@ class Attempt:
         self.heard |= not self._unanswered
 
     def _take_note(self, message: Message) -> None:
-        note, wait = message.pop(KEPT, None), message.pop(ROUTER_WAIT, None)
+        note, wait, asked_at = message.pop(KEPT, None), message.pop(ROUTER_WAIT, None), message.pop(ASKS, None)
         if note is not None:
             self._exchange.keep(note)
+        if asked_at is not None:
+            self._asked_at = asked_at
+            self._wake()
         if wait is not None:
             self._beats, self.wait = True, wait
 

@@ -8,21 +8,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 from ray.exceptions import RayError
 from ray.serve._private import constants
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.answer_log import ANSWER_LOG, KEEPS, KEPT, NOTE, ROUTER_WAIT, SILENCE, TICK, AnswerLog
+from cluster.answer_log import ANSWER_LOG, ASKS, KEEPS, KEPT, LISTENS, NOTE, ROUTER_WAIT, SILENCE, TICK, AnswerLog
 from cluster.ingress.attempt import ASKS_TAKEN, TAKEN
 from cluster.ingress.guard import CALLBACK, CALLBACK_VARIABLE, MARK, TELLS_TAKEN, WINDOWED
 from engine.errors import ConfigError
 
 BEAT = TICK  # seconds without a word to the guard after which it is told that this router lives
 NOTE_AFTER = BEAT / 4  # seconds after which it is told what came of an answer that is not sent yet
-READS = 0.25  # seconds in which a router that stood still has read what came meanwhile
-TAKES_BACK = 0.5  # seconds in which a router that was silent for long hears that its ingress has left it
+READS = 1.0  # seconds in which a router that stood still has read what came meanwhile
+TAKES_BACK = 0.5  # seconds in which a router that was silent for long hears whether its ingress has left it
 WINDOW = 1 << 20  # bytes of an answer that may be on their way to its client
 UNGUARDED = (
     "requests come through a proxy of Ray Serve that is not guarded: a client that trusts the end of a body may take "
@@ -68,52 +69,70 @@ class IngressCheck:
         """Have the guard told what another router needs to go on with the answer."""
         answer_log = scope.setdefault("state", {})[ANSWER_LOG] = AnswerLog.of(scope)
         answer_log.spoke(since=self._stalls.began())
-        teller = _Teller(answer_log, send, self._router_wait)
+        teller = _Teller(answer_log, receive, send, self._router_wait)
         with self._beats.of(teller):
-            await self._app(scope, receive, teller.send)
+            await self._app(scope, teller.receive, teller.send)
 
 
 class _Teller:
-    """Puts what is to be kept of an answer beside its messages; says something now and then where there are none."""
+    """Puts what is to be kept of an answer beside its messages; says something now and then where there are none.
 
-    def __init__(self, answer_log: AnswerLog, send: Send, router_wait: float) -> None:
+    A router that may have been left asks whether it was, with each message; the ingress answers if it has not.
+    """
+
+    def __init__(self, answer_log: AnswerLog, receive: Receive, send: Send, router_wait: float) -> None:
         self._log = answer_log
+        self._receive = receive
         self._send = send
-        self._first = {ROUTER_WAIT: router_wait}
+        self._first: dict[str, Any] = {ROUTER_WAIT: router_wait}
         self._silent = 0.0  # seconds without a word, as `beat` counts them
+
+    async def receive(self) -> Message:
+        """Return the next message for the app, and take in those that are not."""
+        while (message := await self._receive())["type"] == LISTENS:
+            self._log.listens(message["asked_at"])
+        return message
 
     async def send(self, message: Message) -> None:
         """Pass a message on, and what is to be kept with it."""
         self._silent = 0.0
         self._log.spoke()
         is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
-        if is_last and self._log.may_be_elsewhere:
-            await _taken_back()  # where another router has the request, this one is cancelled here
-        note, first, self._first = self._log.take(), self._first, {}
-        if note is not None or first:
-            message = {**message, **first} if note is None else {**message, **first, KEPT: note}
-        await self._send(message)
+        if is_last:
+            await self._is_heard()  # where another router has the request, this one is cancelled here
+        await self._tell(message)
         if is_last:
             self._log.is_answered()
+
+    async def _is_heard(self) -> None:
+        """Wait, where it may have been left, until the ingress is heard, or would have been heard.
+
+        A wait in which the router stood still is none: it was left meanwhile, and hears of that only now.
+        """
+        loop = asyncio.get_running_loop()
+        while self._log.may_be_elsewhere:
+            self._log.spoke()
+            await self._tell({"type": NOTE})
+            began = loop.time()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TAKES_BACK):
+                    await self._log.heard()
+            if TAKES_BACK <= loop.time() - began < SILENCE:
+                return
+
+    async def _tell(self, message: Message) -> None:
+        beside, self._first = self._first, {}
+        if self._log.may_be_elsewhere:
+            beside[ASKS] = asyncio.get_running_loop().time()
+        if (note := self._log.take()) is not None:
+            beside[KEPT] = note
+        await self._send({**message, **beside} if beside else message)
 
     async def beat(self) -> None:
         """Speak after `BEAT` without a word, and sooner where there is something to be kept. Each `NOTE_AFTER`."""
         self._silent += NOTE_AFTER
         if self._silent >= BEAT or (self._silent > NOTE_AFTER and self._log.has_news):
             await self.send({"type": NOTE})
-
-
-async def _taken_back() -> None:
-    """Wait until the ingress would have been heard, had it left this router.
-
-    A wait in which the router stood still is none: it was left meanwhile, and hears of that only now.
-    """
-    loop = asyncio.get_running_loop()
-    took = SILENCE
-    while took >= SILENCE:
-        began = loop.time()
-        await asyncio.sleep(TAKES_BACK)
-        took = loop.time() - began
 
 
 class _Beats:

@@ -13,11 +13,11 @@ import pytest
 import uvicorn.config
 from ray.exceptions import ActorDiedError, TaskCancelledError
 
-from cluster.answer_log import KEPT, ROUTER_WAIT
+from cluster.answer_log import ANSWER_LOG, KEPT, LISTENS, ROUTER_WAIT, SILENCE, AnswerFacts
 from cluster.client_id import SERVERS_NAME
 from cluster.ingress.bounded_http import BoundedHttp
 from cluster.ingress.guard import CALLBACK, LEARNING, MARK, TELLS_TAKEN, RouterLossGuard, proxy_middlewares
-from cluster.ingress.router_side import IngressCheck
+from cluster.ingress.router_side import TAKES_BACK, IngressCheck
 from deploy.cli.client import is_guarded
 from tests.openai_app import serving
 
@@ -428,3 +428,45 @@ async def test_nothing_is_kept_of_an_exchange_that_is_over() -> None:
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
     await guard(scope, asyncio.Event().wait, send)
     assert guard._budget._left == left
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["this guard", "one that tells nothing of itself"])
+async def test_a_router_that_may_have_been_left_asks_whether_it_was(tells: bool) -> None:
+    """What it was charged for is told apart by that: its successor charges for a prompt whose facts were not kept."""
+    loop = asyncio.get_running_loop()
+    seen: dict[str, object] = {}
+
+    async def answer(scope, receive, send) -> None:
+        log = scope["state"][ANSWER_LOG]
+        hearing = asyncio.create_task(receive())
+        log.spoke(since=loop.time() - SILENCE - 1)  # as a request that came while the router stood still
+        log.begin(AnswerFacts("req-1", 1, 2))
+        await send(start())
+        await send(part(FRAME))
+        seen["doubt"] = log.may_be_elsewhere
+        await asyncio.sleep(0.01)
+        seen["told"] = log.told_facts, not log.may_be_elsewhere
+        ending = loop.time()
+        await send(part(b"", more=False))
+        seen["waited"] = loop.time() - ending >= TAKES_BACK
+        hearing.cancel()
+
+    router = IngressCheck(answer)
+
+    async def deaf(scope, receive, send) -> None:
+        async def heard() -> dict:
+            while (message := await receive())["type"] == LISTENS:
+                pass
+            return message
+
+        await router(scope, receive if tells else heard, send)
+
+    sent: list[dict] = []
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    await RouterLossGuard(deaf)(scope, asyncio.Event().wait, send)
+    assert sent == [start(), part(FRAME), part(b"", more=False)]
+    assert seen == {"doubt": True, "told": (tells, tells), "waited": not tells}
