@@ -19,6 +19,7 @@ from deploy.batch.flags import BatchCommand, batch
 from deploy.cli.flags import OF_A_SERVICE, PLANNED, ServeCommand, all_but, in_flags, merge_settings, with_settings
 from deploy.cli.keys import keys, with_key_file
 from deploy.serve.environment import AUTO, Environment, prepare_local_ray, prepare_ray
+from deploy.serve.fork_server import fork_server
 from deploy.serve.haproxy import prepare_haproxy
 from engine.errors import SquadronError
 from parallel.errors import ParallelError, ShardingError
@@ -102,11 +103,15 @@ def serve(
     ray_address = prepare_ray(environment.ray_address)
     with_haproxy = own_ray and with_keys.shared.ingress == HAPROXY
     haproxy = prepare_haproxy(with_keys.shared) if with_haproxy else None
+    # First of all, as what it imports takes seconds: meanwhile this process imports Ray and starts it.
+    forks = fork_server() if own_ray else None
     try:
         from deploy.serve.command import Options, serve_app
 
-        serve_app(with_keys, Options(ray_address, wait_for_nodes, verbose, haproxy))
+        serve_app(with_keys, Options(ray_address, wait_for_nodes, verbose, haproxy, forks))
     finally:
+        if forks is not None:
+            forks.close()
         if haproxy is not None:
             haproxy.remove()
 

@@ -32,7 +32,7 @@ from cluster.config import ClusterConfig, resolve_config
 from cluster.errors import ReplicaStartError
 from cluster.lifecycle.shared_quotas import SharedQuotas
 from cluster.openai.validation import unknown_model
-from cluster.replica.orphans import watch_parent
+from cluster.replica.orphans import watch_raylet
 from cluster.router.directory import ReplicaDirectory
 from cluster.router.dispatcher import Dispatcher
 from cluster.router.models import served_model
@@ -52,7 +52,7 @@ class Batches:
 
     def __init__(self, settings: list[dict[str, Any]], replicas: list[DeploymentHandle[Any]]) -> None:
         log_to_serve(log_format=settings[0]["log_format"], process={"batches": os.getpid()})
-        watch_parent()
+        watch_raylet()
         try:
             configs = [resolve_config(one) for one in settings]
             keys = keys_for(configs[0].api_key, configs[0].api_key_file)

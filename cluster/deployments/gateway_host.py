@@ -16,7 +16,7 @@ from cluster.ingress.gateway import GatewayApp
 from cluster.ingress.guard import RouterLossGuard
 from cluster.ingress.router_directory import RouterDirectory
 from cluster.ingress.router_pool import RouterPool
-from cluster.replica.orphans import watch_parent
+from cluster.replica.orphans import watch_raylet
 from cluster.telemetry.logs import log_to_serve
 from engine.device.machine import settle_heap
 from engine.errors import SquadronError
@@ -36,7 +36,7 @@ class GatewayHost:
     def __init__(self, settings: dict[str, Any], routers: DeploymentHandle[Any]) -> None:
         self._gateway_id = uuid4().hex
         log_to_serve(log_format=settings["log_format"], process={"gateway": self._gateway_id})
-        watch_parent()
+        watch_raylet()
         self.config = resolve_config(settings)
         self._routers = routers
         # What Serve itself does at the end counts as well.

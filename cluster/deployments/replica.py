@@ -17,7 +17,7 @@ from cluster.lifecycle.control_store import StartRegister, living_actors, versio
 from cluster.lifecycle.leaving import NodeEnd, call_on_leaving, stop_flag
 from cluster.lifecycle.node_drains import ends_soon
 from cluster.lifecycle.starts import Start
-from cluster.replica.orphans import watch_parent
+from cluster.replica.orphans import watch_raylet
 from cluster.telemetry.logs import log_to_serve, rank_fields
 from cluster.telemetry.publishing import show_to_dashboard
 from cluster.wire.link import Announcement
@@ -38,7 +38,7 @@ class Replica:
     def __init__(self, settings: dict[str, Any], title: str = "") -> None:
         name = serve.get_replica_context().replica_id.unique_id
         log_to_serve(log_format=settings["log_format"], process=rank_fields(name, settings))
-        watch_parent()
+        watch_raylet()
         start = _start(name, settings)
         start.hold_back()
         with collector_paused():

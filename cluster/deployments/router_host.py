@@ -43,7 +43,7 @@ from cluster.lifecycle.rollback import AppMemory, BuiltOf, DeployedApp, Rollback
 from cluster.lifecycle.shared_quotas import SharedQuotas
 from cluster.lifecycle.updates import StartupWait, UpdateFailedError
 from cluster.openai.served_model import ServedModel
-from cluster.replica.orphans import watch_parent
+from cluster.replica.orphans import watch_raylet
 from cluster.router.answer_copies import AnswerCopies
 from cluster.router.live_model import LiveModel
 from cluster.router.metrics import StartCollector
@@ -127,7 +127,7 @@ class RouterHost:
     ) -> None:
         self._router_id = uuid4().hex
         log_to_serve(log_format=settings[0]["log_format"], process={"router": self._router_id})
-        watch_parent()
+        watch_raylet()
         self._configs, self._served = zip(*[_resolved(one, len(settings) > 1) for one in settings], strict=True)
         self._config = self._configs[0]
         try:

@@ -7,23 +7,40 @@ from __future__ import annotations
 
 import logging
 import os
+import select
+import sys
 import threading
 import time
 from typing import NoReturn
 
 logger = logging.getLogger(__name__)
 
-PERIOD = 0.5  # seconds between two looks
+RAYLET = "RAY_RAYLET_PID"  # environment variable of Ray's workers
+PERIOD = 0.5  # seconds between two looks, where the system does not tell
 
 
-def watch_parent() -> None:
-    """End this process, from a thread of its own, once the process that started it is gone."""
-    threading.Thread(target=_watch, args=(os.getppid(),), name="parent-watch", daemon=True).start()
+def watch_raylet() -> None:
+    """End this process, from a thread of its own, once its node's raylet is gone."""
+    raylet = int(os.environ[RAYLET])
+    threading.Thread(target=_watch, args=(raylet,), name="raylet-watch", daemon=True).start()
 
 
-def _watch(parent: int) -> NoReturn:
-    while os.getppid() == parent:
-        time.sleep(PERIOD)
-    logger.error("the process that started this one (the node's raylet) is gone: this one ends")
+def _watch(raylet: int) -> NoReturn:
+    _wait_for_end(raylet)
+    logger.error("the raylet of this process's node is gone: this process ends")
     logging.shutdown()
     os._exit(1)
+
+
+def _wait_for_end(process: int) -> None:
+    try:
+        if sys.platform == "linux":
+            ended = select.poll()
+            ended.register(os.pidfd_open(process), select.POLLIN)
+            ended.poll()
+            return
+        while True:
+            os.kill(process, 0)
+            time.sleep(PERIOD)
+    except ProcessLookupError:
+        return

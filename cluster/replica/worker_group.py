@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.config import ClusterConfig
 from cluster.lifecycle.leases import listening_host
-from cluster.replica.orphans import watch_parent
+from cluster.replica.orphans import watch_raylet
 from cluster.telemetry.families import FAMILIES, Source
 from cluster.telemetry.logs import JSON, log_to_stderr
 from cluster.telemetry.publishing import Publishing, RayPublisher, publish_period
@@ -41,6 +41,13 @@ _WAIT, _FORWARD = "rank_channel_wait_seconds", "rank_forward_seconds"
 LogAs = Callable[[int], Mapping[str, str | int] | None]  # rank -> fields
 
 
+def take_threads() -> None:
+    """Compute with as many threads as Ray has said, also where torch was loaded before Ray said it."""
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    if told.isdecimal():
+        torch.set_num_threads(int(told))
+
+
 class WorkerActor:
     """One rank in a process of its own, placed by Ray. Runs the engine's worker loop until the driver lets go.
 
@@ -50,7 +57,8 @@ class WorkerActor:
     def __init__(self, log_fields: Mapping[str, str | int] | None = None) -> None:
         if log_fields is not None:
             log_to_stderr(log_fields)
-        watch_parent()
+        watch_raylet()
+        take_threads()
 
     def identity(self) -> tuple[str, int]:
         """Return (node id, process id), so that the driver can end a worker that no longer answers."""
@@ -255,6 +263,7 @@ def start_group(config: ClusterConfig, on_phase: OnPhase = lambda _: None, repli
     Raises `ConfigError`, `CheckpointError`, or `EngineDeadError` when a rank did not come up.
     """
     _check_link_host(config.link_host)
+    take_threads()
     if config.tensor_parallel_size == 1:
         executor, info = build_executor(config.engine, on_phase)
         return StartedGroup(executor, info, None)

@@ -25,6 +25,7 @@ from cluster.router.directory import ReplicaDirectory
 from cluster.router.dispatcher import Dispatcher
 from deploy.cli.dry_run import make_plan
 from deploy.cli.processes import Interrupts, bounded
+from deploy.serve.fork_server import fork_server
 from deploy.serve.output import PhaseLog, quiet_serve
 from deploy.serve.ray_cluster import JoinedRay, LocalRay, RayCluster, check_capacity
 from engine.errors import ConfigError
@@ -105,7 +106,7 @@ class OwnReplicas(ReplicaProvider):
     def _connected(self) -> RayCluster:
         if self._address is not None:
             return JoinedRay(self._address, self._verbose)
-        return LocalRay(self._cpus, self._verbose)
+        return LocalRay(self._cpus, self._verbose, fork_server())
 
 
 class AppReplicas(ReplicaProvider):

@@ -25,6 +25,7 @@ from deploy.cli.model_files import check_files, sets_engine
 from deploy.cli.processes import Interrupted, Interrupts, bounded, descendants
 from deploy.cli.terminal import terminal
 from deploy.serve.address import connect_host, curl, free_port, is_loopback
+from deploy.serve.fork_server import ForkServer
 from deploy.serve.haproxy import HAProxySetup, exposed
 from deploy.serve.output import PhaseLog, without_death_notices
 from deploy.serve.ray_cluster import JoinedRay, LocalRay, RayCluster, count
@@ -45,13 +46,14 @@ class Options:
     """The command's options beside the configuration.
 
     ray_address: cluster to join; None = start one. wait_for_nodes: do not refuse a cluster that is too small now.
-    haproxy: what the HAProxy of a Ray that is started here was given.
+    haproxy: what the HAProxy of a Ray that is started here was given. forks: what has its workers forked.
     """
 
     ray_address: str | None = None
     wait_for_nodes: bool = False
     verbose: bool = False
     haproxy: HAProxySetup | None = None
+    forks: ForkServer | None = None
 
 
 def serve_app(app: AppConfig, options: Options) -> None:
@@ -221,7 +223,7 @@ class Server:
             return JoinedRay(address, verbose)
         # Whether GPUs are used changes nothing about the CPUs.
         placement = app_resources(self._app, lambda _: False)
-        return LocalRay(placement.cpus + placement.one_more["CPU"], verbose)
+        return LocalRay(placement.cpus + placement.one_more["CPU"], verbose, self._options.forks)
 
 
 def _with_ports(app: AppConfig) -> AppConfig:

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from abc import ABC, abstractmethod
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import psutil
 import ray
@@ -15,6 +15,7 @@ from cluster.resources import AppResources
 from deploy.cli.processes import adopt_orphans, descendants, kill_all, while_ray_joins
 from deploy.serve.address import knock
 from deploy.serve.environment import OBJECT_STORE_BYTES
+from deploy.serve.fork_server import ForkServer
 from deploy.serve.lean_ray import lean_node
 from deploy.serve.orphans import OrphanWatch
 from engine.device.machine import cores
@@ -42,15 +43,17 @@ class RayCluster(ABC):
 class LocalRay(RayCluster):
     """A Ray of our own on loopback, with as many logical CPUs as the app asks for.
 
-    Must be made in the main thread: Linux ends Ray's processes with the thread that started them.
+    forks: has its workers forked, and ends with it; None = Ray starts them. Must be made in the main thread: Linux
+    ends the processes with the thread that started them.
     """
 
-    def __init__(self, cpus: float, verbose: bool) -> None:
+    def __init__(self, cpus: float, verbose: bool, forks: ForkServer | None) -> None:
+        self._forks = forks
         self._watch = OrphanWatch()
         adopt_orphans()
         logical = max(cores(), math.ceil(cpus))
         try:
-            with lean_node(os.environ, verbose):
+            with lean_node(os.environ, verbose), nullcontext() if self._forks is None else self._forks.forks():
                 ray.init(
                     address="local",
                     num_cpus=logical,
@@ -83,6 +86,8 @@ class LocalRay(RayCluster):
         self._watch.close()
         started = descendants()
         ray.shutdown()
+        if self._forks is not None:
+            self._forks.close()
         _, alive = psutil.wait_procs(started, timeout=grace)
         kill_all(alive)
 

@@ -7,8 +7,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,10 +23,12 @@ from ray.serve.schema import ReplicaState, ServeDeploySchema
 from cluster.app import build
 from cluster.config_values import GATEWAY
 from deploy.serve.environment import LOCAL_RAY
+from deploy.serve.fork_server import ForkServer, fork_server
 from tests.lifetime import end_in_good_order
 
 T = TypeVar("T")
 APP = "squadron"
+FORK_SERVERS: list[ForkServer] = []  # of the Ray that runs
 OPEN = {"RAY_AUTH_MODE": "disabled"}
 # What `squadron serve` sets for processes that die or hang, and for their share of the machine.
 SERVED = ("RAY_SERVE_", "RAY_kill_", "RAY_worker_")
@@ -67,18 +69,32 @@ def start_ray(report_seconds: int = 2, **more: Any) -> None:
         "RAY_SERVE_STATUS_GAUGE_REPORT_INTERVAL_S": str(report_seconds / 2),
     }
     os.environ.update(AS_SERVED | OPEN | told)
-    ray.init(
-        address="local",
-        num_cpus=16,
-        include_dashboard=False,
-        object_store_memory=100 * 2**20,
-        log_to_driver=False,
-        configure_logging=False,
-        _node_ip_address="127.0.0.1",
-        **more,
-    )
+    with _forks():
+        ray.init(
+            address="local",
+            num_cpus=16,
+            include_dashboard=False,
+            object_store_memory=100 * 2**20,
+            log_to_driver=False,
+            configure_logging=False,
+            _node_ip_address="127.0.0.1",
+            **more,
+        )
     if threading.current_thread() is threading.main_thread():
         end_in_good_order()
+
+
+@contextmanager
+def _forks() -> Iterator[None]:
+    """Have workers forked, as `squadron serve` has: by one server at a time, which ends with its Ray."""
+    while FORK_SERVERS:
+        FORK_SERVERS.pop().close()
+    if (server := fork_server()) is None:
+        yield
+        return
+    FORK_SERVERS.append(server)
+    with server.forks():
+        yield
 
 
 def start_serve() -> int:

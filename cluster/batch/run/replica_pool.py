@@ -22,7 +22,7 @@ from cluster.config import ClusterConfig, resolve_config
 from cluster.errors import ReplicaStartError, find_start_failure
 from cluster.lifecycle.starts import SHORT_LIFE, pause
 from cluster.replica.host import ReplicaHost
-from cluster.replica.orphans import watch_parent
+from cluster.replica.orphans import watch_raylet
 from cluster.replica.worker_group import start_group
 from cluster.router.dispatcher import Dispatcher
 from cluster.wire.link import Announcement, LinkError
@@ -41,7 +41,7 @@ class BatchReplica:
 
     def __init__(self, replica_id: str, settings: dict[str, Any]) -> None:
         logging.basicConfig(level=logging.INFO)
-        watch_parent()
+        watch_raylet()
         self._id = replica_id
         try:
             self._config = resolve_config(settings)

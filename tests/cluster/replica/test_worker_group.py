@@ -30,13 +30,16 @@ def test_link_host_decides_where_links_are_taken() -> None:
 
 ROOT = Path(__file__).resolve().parents[3]
 CHILD = (
-    "import time; from cluster.replica.orphans import watch_parent; "
-    "watch_parent(); print(1, flush=True); time.sleep(60)"
+    "import time; from cluster.replica.orphans import watch_raylet; "
+    "watch_raylet(); print(1, flush=True); time.sleep(60)"
 )
-PARENT = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {CHILD!r}]); sys.stdin.read()"
+PARENT = (
+    "import os, subprocess, sys; os.environ['RAY_RAYLET_PID'] = str(os.getpid()); "
+    f"subprocess.Popen([sys.executable, '-c', {CHILD!r}]); sys.stdin.read()"
+)
 
 
-def test_a_child_outlives_a_killed_parent_by_no_more_than_a_moment() -> None:
+def test_a_process_outlives_its_nodes_raylet_by_no_more_than_a_moment() -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -44,8 +47,8 @@ def test_a_child_outlives_a_killed_parent_by_no_more_than_a_moment() -> None:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "1\n"
         (child,) = psutil.Process(parent.pid).children()
-        time.sleep(0.6)  # longer than the watch's period: a parent that lives is no reason to end
+        time.sleep(0.6)  # a raylet that lives is no reason to end
         assert child.is_running()
         parent.kill()
     gone, _ = psutil.wait_procs([child], timeout=10)
-    assert gone, "the child lives on without its parent"
+    assert gone, "the process lives on without its raylet"
