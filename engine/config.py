@@ -55,10 +55,10 @@ class EngineConfig:
     batch_invariant: the bits of a token do not depend on what else is in its steps; slower on a GPU.
     async_scheduling: plan and launch a step while the one before it runs; None = on with CUDA, off on CPU, where host
     and model share the cores.
-    cpu_omp_threads_bind: CPUs on which a rank computes on a CPU, as vLLM's VLLM_CPU_OMP_THREADS_BIND: "auto" = physical
-    cores that no other rank of this machine has, on one NUMA node where they fit; "nobind" = where the kernel puts
-    it; or CPUs by number, those of different ranks separated by "|", of which each rank takes the first group that
-    no other has, and computes with as many threads.
+    cpu_omp_threads_bind: where the threads of a rank on a CPU run, as vLLM's VLLM_CPU_OMP_THREADS_BIND: "auto" = on
+    physical cores that no other rank of this machine has, of one NUMA node where they fit; "nobind" = where the
+    kernel puts them; or CPUs by number, those of different ranks separated by "|", of which each rank takes the
+    first group that no other has, and computes with as many threads.
     step_timeout: seconds after which a step or a collective counts as hung.
 
     Raises `ConfigError` naming the flag.

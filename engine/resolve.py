@@ -64,8 +64,8 @@ def check_model(config: EngineConfig, model: ModelConfig) -> None:
 
     Raises `CheckpointError` for what its family does not implement, `ShardingError` when it cannot be split over so
     many ranks, `ConfigError` for sizes that the quantisation does not take and, on a CPU, for a backend, a cache, an
-    invariance or cores that it does not have. What remains there is found out by compiling, which nobody who only checks a
-    config should wait for.
+    invariance or cores that it does not have. What remains there is found out by compiling, which nobody who only
+    checks a config should wait for.
     """
     _check_cpus(config)
     found = outlined(config, model)

@@ -1,8 +1,8 @@
 """Imported before torch: OpenMP's threads spin for a moment where they wait, then sleep.
 
-Where another process shares the cores, a thread that spins keeps its core from the one that it waits for. libgomp reads
-its variables when it is loaded, so that nothing can be done once torch is; a choice of the user's stands. Processes that
-this one starts have it, too.
+Where another process shares the cores, a thread that spins keeps its core from the one that it waits for. libgomp
+reads its variables when it is loaded, so that nothing can be done once torch is; a choice of the user's stands.
+Processes that this one starts have it, too.
 """
 
 from __future__ import annotations

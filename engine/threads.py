@@ -140,7 +140,7 @@ class ThreadShare:
 
 
 def _share(size: int, registry: CoreRegistry | None) -> int:
-    """Return how many threads one of `size` ranks computes with: one a core, of physical ones where they are bound."""
+    """Return how many threads one of `size` ranks computes with: one a core, a physical one where it is bound."""
     found = cores() if registry is None else min(cores(), len(registry.cores))
     return max(1, found // size)
 
