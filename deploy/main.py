@@ -18,7 +18,7 @@ from cluster.config_values import GATEWAY, HAPROXY, SERVE
 from deploy.batch.flags import BatchCommand, batch
 from deploy.cli.flags import OF_A_SERVICE, PLANNED, ServeCommand, all_but, in_flags, merge_settings, with_settings
 from deploy.cli.keys import keys, with_key_file
-from deploy.serve.environment import AUTO, Environment, prepare_local_ray, prepare_ray
+from deploy.serve.environment import AUTO, Environment, check_inherited, prepare_local_ray, prepare_ray
 from deploy.serve.fork_server import fork_server
 from deploy.serve.haproxy import prepare_haproxy
 from engine.errors import SquadronError
@@ -95,6 +95,8 @@ def serve(
     own_ray = environment.ray_address is None
     settings = merge_settings(config, _keys_of(environment) | chosen).behind(GATEWAY if own_ray else SERVE)
     with_keys = with_key_file(_with_batch_dir(settings), local=own_ray)
+    if own_ray:
+        check_inherited()
     if dry_run:
         from deploy.cli.dry_run import describe_plans, make_plans
 
@@ -333,6 +335,7 @@ def demo_failover(
     Each answer is compared with the one from before the first kill. Ctrl-C, --kills or --seconds end it. Exit code:
     0 only if replicas were killed and every answer was exact.
     """
+    check_inherited()
     prepare_local_ray()
     from deploy.failover.command import FailoverOptions
     from deploy.failover.command import demo_failover as run

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from engine.device.topology import format_cpus, parse_cpus
 from engine.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -14,6 +15,7 @@ DEVICES = ("cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 MODEL_IMPLS = ("auto", "native", "transformers")
+AUTO, NOBIND = "auto", "nobind"  # of cpu_omp_threads_bind, which may be a list, too
 ATTENTION_BACKENDS = ("auto", "reference", "native", "flash", "triton", "torch_varlen")
 # What fields of a type take, and how that is said.
 TYPES: dict[str, tuple[tuple[type, ...], str]] = {
@@ -53,6 +55,10 @@ class EngineConfig:
     batch_invariant: the bits of a token do not depend on what else is in its steps; slower on a GPU.
     async_scheduling: plan and launch a step while the one before it runs; None = on with CUDA, off on CPU, where host
     and model share the cores.
+    cpu_omp_threads_bind: where the threads of a rank on a CPU run, as vLLM's VLLM_CPU_OMP_THREADS_BIND: "auto" = on
+    physical cores that no other rank of this machine has, of one NUMA node where they fit; "nobind" = where the
+    kernel puts them; or CPUs by number, those of different ranks separated by "|", of which each rank takes the
+    first group that no other has, and computes with as many threads.
     step_timeout: seconds after which a step or a collective counts as hung.
 
     Raises `ConfigError` naming the flag.
@@ -84,6 +90,7 @@ class EngineConfig:
     attention_backend: str = "auto"
     batch_invariant: bool = False
     async_scheduling: bool | None = None
+    cpu_omp_threads_bind: str = NOBIND
     step_timeout: float = 30.0
     seed: int = 0
 
@@ -122,6 +129,7 @@ class EngineConfig:
                 f"not {self.gpu_memory_utilization}",
                 "gpu_memory_utilization",
             )
+        _ = self.cpu_groups
         if self.step_timeout <= 0:
             raise ConfigError(f"step_timeout must be above 0 seconds, not {self.step_timeout}", "step_timeout")
 
@@ -143,6 +151,26 @@ class EngineConfig:
         if self.enforce_eager:
             raise ConfigError(f"{name} is for CUDA graphs, and enforce_eager for none; drop one of them", name)
         return tuple(sorted(set(sizes)))
+
+    @property
+    def cpu_groups(self) -> tuple[tuple[int, ...], ...]:
+        """CPUs by number that ranks are to compute on, a group a rank; empty where no list was given."""
+        name, given = "cpu_omp_threads_bind", self.cpu_omp_threads_bind
+        if given in (AUTO, NOBIND):
+            return ()
+        try:
+            groups = tuple(parse_cpus(group) for group in str(given).split("|"))
+        except ValueError:
+            raise ConfigError(
+                f'{name} must be auto, nobind, or CPUs such as 0-3,8 or, by rank, "0-3|4-7", not {given!r}', name
+            ) from None
+        cpus = [cpu for group in groups for cpu in group]
+        twice = {cpu for cpu in cpus if cpus.count(cpu) > 1}
+        if twice:
+            raise ConfigError(f"{name}={given} has CPU {format_cpus(twice)} more than once; leave it once", name)
+        if len({len(group) for group in groups}) > 1:
+            raise ConfigError(f"{name}={given} must have as many CPUs for each rank, such as 0-3|4-7", name)
+        return groups
 
     @property
     def overlaps(self) -> bool:

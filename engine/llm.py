@@ -14,6 +14,7 @@ from typing import Any, Self, cast, get_args
 
 from tqdm import tqdm
 
+import engine.spinning  # noqa: F401  # before torch
 from engine.config import EngineConfig, config_fields
 from engine.core import EngineCore
 from engine.errors import ConfigError, EngineAsleepError, InvalidRequestError, PoisonedLogitsError

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from threading import Lock
-from typing import ClassVar, Self
-
 import torch
 
 from engine.attention.select import select_for_layers
-from engine.config import EngineConfig
-from engine.device.machine import cores
+from engine.config import NOBIND, EngineConfig
+from engine.device.topology import format_cpus
 from engine.errors import ConfigError
 from engine.kv.cache_size import fit_given_blocks
 from engine.layers.attention import attention_specs
@@ -19,8 +15,10 @@ from engine.models.blueprint import outlined
 from engine.models.causal_lm import CausalLM
 from engine.models.config import ModelConfig
 from engine.quantization.select import check_capability, check_device, quantization_of, quantize
+from engine.threads import unbound_cpus
 
 FOR_GPUS = ("flash", "triton", "torch_varlen")  # attention backends
+BIND = "cpu_omp_threads_bind"
 HALF = ("bfloat16", "float16")
 
 
@@ -36,6 +34,8 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     check_capability(quantization_of(resolved, model.quantization), device)
     if device == "cpu":
         _check_no_graphs(resolved)
+    elif config.cpu_omp_threads_bind != NOBIND:
+        raise ConfigError(f"{BIND} is for device=cpu, and the device is {device}; leave it out", BIND)
     return resolved
 
 
@@ -63,10 +63,11 @@ def check_model(config: EngineConfig, model: ModelConfig) -> None:
     """Build the model without weights and look whether it can be run so. config: resolved.
 
     Raises `CheckpointError` for what its family does not implement, `ShardingError` when it cannot be split over so
-    many ranks, `ConfigError` for sizes that the quantisation does not take and, on a CPU, for a backend, a cache or
-    an invariance that it does not have. What remains there is found out by compiling, which nobody who only checks a
-    config should wait for.
+    many ranks, `ConfigError` for sizes that the quantisation does not take and, on a CPU, for a backend, a cache, an
+    invariance or cores that it does not have. What remains there is found out by compiling, which nobody who only
+    checks a config should wait for.
     """
+    _check_cpus(config)
     found = outlined(config, model)
     quantize(found.layers, "layers", found.names, quantization_of(config, model.quantization))
     if config.batch_invariant and (config.device or "").startswith("cuda"):
@@ -103,48 +104,12 @@ def _check_no_graphs(config: EngineConfig) -> None:
         raise ConfigError(f"{name} is for CUDA graphs, which device=cpu does not have; leave it out", name)
 
 
-class ThreadShare:
-    """The threads that torch computes with on this process's CPU, which are set for the whole process.
-
-    Taken when made: an even share of the cores for each of the `size` ranks of a group on this machine, never more
-    than there were. Of several at once the smallest holds, in whatever order they are given back. OMP_NUM_THREADS
-    says otherwise where it is set.
-    """
-
-    # What torch keeps for the whole process can only be shared out for the whole process.
-    _lock: ClassVar[Lock] = Lock()
-    _taken: ClassVar[list[ThreadShare]] = []
-    _before: ClassVar[int] = 0  # the first was taken, or as somebody else chose later
-    _set: ClassVar[int] = 0  # by the last that was taken or given back
-
-    def __init__(self, size: int) -> None:
-        self._count = max(1, cores() // size)
-        if "OMP_NUM_THREADS" in os.environ:
-            return
-        with ThreadShare._lock:
-            found = torch.get_num_threads()
-            if not ThreadShare._taken or found != ThreadShare._set:
-                ThreadShare._before = ThreadShare._set = found
-            ThreadShare._taken.append(self)
-            self._set_least()
-
-    def give_back(self) -> None:
-        """Leave the others what they share, after the last what was found. Can be called twice."""
-        with ThreadShare._lock:
-            if self in ThreadShare._taken:
-                ThreadShare._taken.remove(self)
-                self._set_least()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.give_back()
-
-    @staticmethod
-    def _set_least() -> None:
-        """Set what all that are taken allow, unless somebody else has chosen meanwhile."""
-        least = min([ThreadShare._before, *(share._count for share in ThreadShare._taken)])
-        if torch.get_num_threads() == ThreadShare._set != least:
-            torch.set_num_threads(least)
-            ThreadShare._set = least
+def _check_cpus(config: EngineConfig) -> None:
+    allowed = unbound_cpus()
+    missing = {cpu for group in config.cpu_groups for cpu in group} - allowed
+    if missing:
+        raise ConfigError(
+            f"{BIND} names CPU {format_cpus(missing)}, which this process may not run on; use some of "
+            f"{format_cpus(allowed) or 'none: this system binds no threads'}",
+            BIND,
+        )

@@ -13,7 +13,7 @@ import msgspec
 import typer
 
 from deploy.cli.flags import ServeCommand, merge_settings
-from deploy.serve.environment import Environment, prepare_ray
+from deploy.serve.environment import Environment, check_inherited, prepare_ray
 from engine.errors import ConfigError, flag
 
 if TYPE_CHECKING:
@@ -127,6 +127,8 @@ def batch(**given: Any) -> None:
     flags = BatchFlags(**{one.name: given.pop(one.name) for one in fields(BatchFlags)})
     environment = Environment.read()
     settings = _settings(flags, given)
+    if environment.ray_address is None:
+        check_inherited()
     ray_address = prepare_ray(environment.ray_address)
     from deploy.batch.command import run_batch
     from deploy.batch.replicas import ServedApp

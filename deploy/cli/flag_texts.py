@@ -64,6 +64,7 @@ HELP = {
         "enforce_eager": "Do not capture CUDA graphs or compile; easier to debug.",
         "cudagraph_capture_sizes": "Batch sizes of CUDA graphs for decoding, separated by commas.",
         "async_scheduling": "Schedule and launch a step while the previous one runs.",
+        "cpu_omp_threads_bind": "CPUs of each rank on a CPU: auto (cores of its own), nobind, or a list as 0-3|4-7.",
         "step_timeout": "Seconds after which a step counts as hung and its replica is replaced.",
     },
     "KV cache": {

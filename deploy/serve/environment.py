@@ -13,7 +13,9 @@ import psutil
 
 from cluster.ingress.guard import CALLBACK, CALLBACK_VARIABLE
 from cluster.private_files import close_to_others
+from engine.device.machine import SPIN
 from engine.errors import ConfigError
+from engine.kernels.compiler import chosen_isa
 
 AUTO = "auto"
 GCS_FLAG = "--gcs-address="
@@ -90,7 +92,7 @@ LOCAL_RAY = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "GOMP_SPINCOUNT": "1000",
+    **SPIN,
     "RAY_worker_niceness": "0",
     "RAY_preload_python_modules": "cluster.light_serve",
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
@@ -142,6 +144,14 @@ def _seconds(text: str | None) -> int | None:
     if text is not None and not text.isdecimal():
         raise ConfigError(f"SOURCE_DATE_EPOCH must be seconds since 1970, such as 1700000000, not {text!r}", "")
     return None if text is None else int(text)
+
+
+def check_inherited() -> None:
+    """Check what replicas on a Ray of our own inherit of this process's variables: they would refuse it late.
+
+    Raises `ConfigError`.
+    """
+    chosen_isa()
 
 
 def prepare_local_ray() -> None:

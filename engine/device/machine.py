@@ -13,6 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 NO_LIMIT = 1 << 62
+# How long libgomp's threads spin where they wait, in turns. Many (its default) keep a core from the thread that they
+# wait for where cores are shared; none at all makes waking slow.
+SPIN = {"GOMP_SPINCOUNT": "1000"}
 UNIFIED = ""  # how version 2 names its one hierarchy
 
 
@@ -62,6 +65,11 @@ def cores(groups: ControlGroups | None = None) -> int:
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = (groups or ControlGroups()).cpus()
     return mine if math.isinf(quota) else max(1, min(mine, math.ceil(quota)))
+
+
+def shares_cpus(groups: ControlGroups | None = None) -> bool:
+    """Whether a quota gives this process less time than the cores have that it may run on: others run there too."""
+    return hasattr(os, "sched_getaffinity") and (groups or ControlGroups()).cpus() < len(os.sched_getaffinity(0))
 
 
 def free_memory() -> int:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from math import inf
 from pathlib import Path
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from engine.kernels.compiler import FOLDER, chosen_isa
 from parallel.c_library import cache_folder, processor
+from parallel.file_lock import locked
 from parallel.linear import LinearMethod
 
 logger = logging.getLogger(__name__)
@@ -57,7 +56,7 @@ class ProductChoice:
 
     def _ask(self, file: Path, question: str, weight: Tensor, ways: Ways) -> None:
         try:
-            with _locked(file.with_suffix(".lock")):
+            with locked(file.with_suffix(".lock"), LOCK_TIMEOUT):
                 self._known |= _read(file)  # another process may have been here
                 if question not in self._known:
                     self._known[question] = _measured(weight, ways)
@@ -110,19 +109,3 @@ def _write(file: Path, answers: Mapping[str, str]) -> None:
     unfinished = file.with_suffix(".tmp")
     unfinished.write_text(json.dumps(answers, indent=1), encoding="utf-8")
     unfinished.replace(file)
-
-
-@contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Hold the lock. Raises `TimeoutError` after `LOCK_TIMEOUT`."""
-    with file.open("w") as lock:
-        until = time.monotonic() + LOCK_TIMEOUT
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise TimeoutError(f"{file} is held by another process") from None
-                time.sleep(0.02)
-        yield

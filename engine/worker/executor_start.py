@@ -13,7 +13,8 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError
 from engine.loader.checkpoint import ModelFolder, check_sums, open_model, summed_files
 from engine.models.config import ModelConfig
-from engine.resolve import ThreadShare, check_model, resolve
+from engine.resolve import check_model, resolve
+from engine.threads import ThreadShare
 from engine.worker.executor import Executor
 from engine.worker.invariance import arithmetic_of
 from engine.worker.local_executor import SoloExecutor, WorkerGroupExecutor, Workers, exit_reason
@@ -89,9 +90,10 @@ def build_executor(config: EngineConfig, on_phase: OnPhase = lambda _: None) -> 
 
 
 def _run_alone(config: EngineConfig, folder: ModelFolder, on_phase: OnPhase) -> tuple[SoloExecutor, ModelInfo]:
-    threads = ThreadShare(1)
+    threads = ThreadShare(1, config)
     try:
-        runner = ModelRunner(config, SoloGroup(device_of(config, 0)), folder, on_phase)
+        with threads.bound():
+            runner = ModelRunner(config, SoloGroup(device_of(config, 0)), folder, on_phase)
     except BaseException:
         threads.give_back()
         raise
@@ -157,14 +159,15 @@ def drive_worker_group(
     group: Group | None = None
     size = config.tensor_parallel_size
     began = time.perf_counter()
-    threads = ThreadShare(size)
+    threads = ThreadShare(size, config)
     try:
         on_phase("workers")
         await_workers(rendezvous, size, workers.check)
         group = join_group(config, 0, size, rendezvous)
         channel = channel or open_channel(group, rendezvous, None)
         waited = time.perf_counter() - began
-        runner = ModelRunner(config, group, folder, on_phase)
+        with threads.bound():
+            runner = ModelRunner(config, group, folder, on_phase)
     except BaseException as error:
         reason = exit_reason(workers) if isinstance(error, ParallelError) else None
         workers.kill()

@@ -17,8 +17,8 @@ from engine.device.gpu import as_step_memory_error
 from engine.errors import EngineDeadError
 from engine.inputs.step_messages import StepWriter
 from engine.report import SamplingInputs, StepInputs, StepOutputs
-from engine.resolve import ThreadShare
 from engine.sampling.sharded_draw import pack_draws
+from engine.threads import ThreadShare
 from engine.worker.executor import Executor, Pending
 from engine.worker.offload import give_back
 from engine.worker.runner import ModelRunner
@@ -54,7 +54,7 @@ class SoloExecutor(Executor):
         if self._runner is None:
             raise EngineDeadError("the executor is closed")
         with as_step_memory_error():
-            return _launched(self._runner, inputs, sampling)
+            return _launched(self._runner, inputs, sampling, self._threads)
 
     @override
     def sleep(self, level: int) -> None:
@@ -116,9 +116,8 @@ class WorkerGroupExecutor(Executor):
             began = time.perf_counter()
             self._channel.send(self._steps.pack(inputs, self._number), self._timeout)
             sending = time.perf_counter() - began
-            return _WorkerGroupPending(
-                self, f"in step {self._number}", _launched(self._runner, inputs, sampling), sending
-            )
+            pending = _launched(self._runner, inputs, sampling, self._threads)
+            return _WorkerGroupPending(self, f"in step {self._number}", pending, sending)
 
     @override
     def sleep(self, level: int) -> None:
@@ -220,7 +219,11 @@ def give_back_idle(device: torch.device) -> None:
             give_back(device)
 
 
-def _launched(runner: ModelRunner, inputs: StepInputs, sampling: SamplingInputs) -> Pending:
+def _launched(
+    runner: ModelRunner, inputs: StepInputs, sampling: SamplingInputs, threads: ThreadShare | None
+) -> Pending:
+    if threads is not None:
+        threads.bind_thread()  # whichever thread runs the steps: in a server not the one that loaded the model
     pending = runner.launch(inputs, sampling)
     if pending is None:
         raise RuntimeError("the runner sampled nothing although it was asked to")

@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.device.machine import settle_heap
 from engine.inputs.step_messages import StepReader
 from engine.report import RankTimes
-from engine.resolve import ThreadShare
+from engine.threads import ThreadShare
 from engine.worker.runner import START_TIMEOUT, ModelRunner
 from engine.worker.sleep import TAGS
 from parallel.channel import BroadcastChannel, Buffer, Channel, ChannelMessage, pack, unpack
@@ -45,10 +45,11 @@ def worker_main(
     rendezvous = Rendezvous.join(rendezvous_address, START_TIMEOUT)
     rendezvous.store(ARRIVALS, START_TIMEOUT).set(str(rank), "here")
     with (
-        ThreadShare(size),
+        ThreadShare(size, config) as threads,
         join_group(config, rank, size, rendezvous) as group,
         open_channel(group, rendezvous, channel_handle) as channel,
     ):
+        threads.bind_thread()
         runner = ModelRunner(config, group)
         settle_heap()
         try:

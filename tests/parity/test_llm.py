@@ -1,6 +1,8 @@
 """Offline generation against transformers: the same tokens batched, chunked, cached, preempted, forked, sharded."""
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -9,6 +11,9 @@ import torch
 import transformers
 
 from engine import llm as llm_module
+from engine import threads
+from engine.device.core_claims import CoreRegistry
+from engine.device.topology import allowed_cpus
 from engine.errors import CheckpointError, ConfigError, EngineDeadError, InvalidRequestError, PromptTooLongError
 from engine.llm import LLM
 from engine.sampling.sharded_draw import pack_draws
@@ -341,3 +346,34 @@ def test_a_chat_with_the_demo_model_is_recognisable(demo):
     assert "path" in one.outputs[0].text
     assert one.prompt == demo.tokenizer.render_chat(questions[0])
     assert demo.chat(questions[1], params)[0].outputs[0].text == two.outputs[0].text
+
+
+def test_a_bound_llm_computes_on_its_cores_and_leaves_the_thread_as_it_was(folder, oracle, monkeypatch, tmp_path):
+    before = allowed_cpus()
+    first = min(before)
+    monkeypatch.setattr(threads, "CoreRegistry", lambda allowed: CoreRegistry(allowed, tmp_path))
+    with open_llm(folder, cpu_omp_threads_bind=str(first)) as bound:
+        assert allowed_cpus() == before, "who only loads a model need not run there"
+        check(oracle, bound.generate(prompts(3), GREEDY, use_tqdm=False))
+        assert allowed_cpus() == {first}
+    assert allowed_cpus() == before
+    with pytest.raises(ConfigError, match="CPU 60000, which this process may not run on; use some of") as refused:
+        open_llm(folder, cpu_omp_threads_bind="60000")
+    assert refused.value.flag == "cpu_omp_threads_bind"
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        ("", "1000"),
+        ("import torch; ", None),  # it is too late: libgomp has read its variables
+        ("os.environ['GOMP_SPINCOUNT'] = '7'; ", "7"),
+        ("os.environ['OMP_WAIT_POLICY'] = 'passive'; ", None),
+    ],
+)
+def test_threads_spin_briefly_unless_the_user_chose_otherwise(before, expected, monkeypatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    code = f"import os; {before}from engine import LLM; print(os.environ.get('GOMP_SPINCOUNT'))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.strip() == str(expected)

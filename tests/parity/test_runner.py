@@ -15,7 +15,8 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError, EngineDeadError
 from engine.loader.checkpoint import open_model
-from engine.resolve import ThreadShare, resolve
+from engine.resolve import resolve
+from engine.threads import ThreadShare
 from engine.worker.executor_start import build_executor, drive_worker_group, prepare_model
 from engine.worker.local_executor import WorkerGroupExecutor
 from engine.worker.runner import ModelRunner
@@ -148,8 +149,16 @@ def test_wishes_that_cannot_be_met_name_their_flag(models):
         assert error.value.flag == "device"
 
 
+def test_a_gpu_has_no_use_for_bound_threads(models, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    asked = EngineConfig("m", device="cuda", cpu_omp_threads_bind="auto")
+    with pytest.raises(ConfigError, match="is for device=cpu, and the device is cuda") as refused:
+        resolve(asked, config_of(models("llama")[1]))
+    assert refused.value.flag == "cpu_omp_threads_bind"
+
+
 def test_threads_are_shared_between_ranks_unless_set(monkeypatch):
-    monkeypatch.setattr("engine.resolve.cores", lambda: 6)
+    monkeypatch.setattr("engine.threads.cores", lambda: 6)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     with threads(8):
         chosen = []
@@ -170,7 +179,7 @@ def test_threads_are_shared_between_ranks_unless_set(monkeypatch):
 
 @pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
 def test_shares_of_engines_at_once_are_given_back_in_any_order(order, monkeypatch):
-    monkeypatch.setattr("engine.resolve.cores", lambda: 8)
+    monkeypatch.setattr("engine.threads.cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     allowed = [4, 1, 8]
     with threads(6):
@@ -186,7 +195,7 @@ def test_shares_of_engines_at_once_are_given_back_in_any_order(order, monkeypatc
 
 def test_an_engine_leaves_no_fewer_threads_to_the_next_one(models, monkeypatch):
     _, folder = models("llama")
-    monkeypatch.setattr("engine.resolve.cores", lambda: 4)
+    monkeypatch.setattr("engine.threads.cores", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     with threads(6):
         for size, expected in ((2, 2), (1, 4)):

@@ -17,6 +17,7 @@ from cluster.config import ClusterConfig, parse_config
 from cluster.model_names import resolve_model
 from cluster.resources import app_resources
 from deploy import main as cli
+from deploy.batch import flags as batch_flags
 from deploy.cli.dry_run import describe_plans, make_plan, make_plans
 from deploy.serve import command as serving
 from deploy.serve import served_app
@@ -51,6 +52,21 @@ def test_a_refused_start_is_one_sentence_and_exit_code_1():
     result = squadron("serve", "demo", "--block-size", "17")
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == "Error: --block-size must be a power of two such as 16, not 17\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("serve", "demo"), ("serve", "demo", "--dry-run"), ("batch", "in.jsonl", "out.jsonl", "--model", "demo")],
+)
+def test_a_variable_that_replicas_would_refuse_is_refused_before_anything_starts(command, monkeypatch):
+    monkeypatch.setenv("SQUADRON_CPU_ISA", "avx9")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cli, "prepare_ray", pytest.fail)
+    monkeypatch.setattr(batch_flags, "prepare_ray", pytest.fail)
+    with pytest.raises(
+        ConfigError, match="SQUADRON_CPU_ISA=avx9 is unknown, or this CPU does not have it; use native"
+    ):
+        cli.app(command, standalone_mode=False)
 
 
 @pytest.mark.parametrize("spelling", ["version", "--version"])

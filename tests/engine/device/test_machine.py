@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.device.machine import NO_LIMIT, ControlGroups, cores, free_memory
+from engine.device.machine import NO_LIMIT, ControlGroups, cores, free_memory, shares_cpus
 
 V1 = "5:memory:{0}\n4:cpu,cpuacct:{0}\n0::/\n"
 
@@ -48,7 +48,9 @@ def sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_cores_are_those_that_the_quota_pays_for(tmp_path, own, files, expected):
-    assert cores(groups(tmp_path, own, files)) == expected
+    found = groups(tmp_path, own, files)
+    assert cores(found) == expected
+    assert shares_cpus(found) is (expected < 16)
 
 
 def test_cores_are_those_that_this_process_may_run_on(tmp_path, monkeypatch):
