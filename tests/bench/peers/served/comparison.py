@@ -136,7 +136,7 @@ def _measure(
         with server.run(setting) as running:
             found.given[name] = f"{server.version}, {running.given}"
             asyncio.run(_ask(running, streams, rounds, first, add))
-    except (ServerError, AskError) as error:
+    except (ServerError, AskError, psutil.NoSuchProcess) as error:
         found.skipped[name] = str(error)
         tell(f"{name} is skipped: {error}")
 
