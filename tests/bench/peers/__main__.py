@@ -1,8 +1,9 @@
 """This repository's engine beside vLLM, OpenVINO GenAI, llama.cpp and transformers, in one run on one model.
 
-    python -m tests.bench.peers install [vllm openvino llama.cpp llama.cpp-avx2]
+    python -m tests.bench.peers install [vllm ray-llm openvino llama.cpp llama.cpp-avx2]
     python -m tests.bench.peers [--rounds 3] [--isa avx2] [--only squadron vllm] [--dtypes float32] [--output FILE]
     python -m tests.bench.peers --rounds 1 --sequences 4     whether all of them work
+    python -m tests.bench.peers.served --help                the same of their servers
 
 `install` makes an environment for each, outside of the repository (`--root`), and says what cannot be had. The
 comparison prints Markdown: tokens/s of two loads of 64 sequences, milliseconds a token of one alone, and to the first
@@ -34,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--root", type=Path, default=default_root(), help="of the environments (default: %(default)s)"
     )
-    parser.add_argument("--rounds", type=_positive, default=3, help="of all engines, in turns (default: %(default)s)")
+    parser.add_argument("--rounds", type=positive, default=3, help="of all engines, in turns (default: %(default)s)")
     parser.add_argument("--sequences", type=_sequences, default=EVEN[0], help="of each load (default: %(default)s)")
     parser.add_argument(
         "--isa", choices=ISAS, default="native", help="what the CPU is taken for (default: %(default)s)"
@@ -96,14 +97,15 @@ def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """Return a count that a flag gives. Raises `argparse.ArgumentTypeError`."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a count; give 1 or more")
     return int(text)
 
 
 def _sequences(text: str) -> int:
-    if _positive(text) > EVEN[0]:
+    if positive(text) > EVEN[0]:
         raise argparse.ArgumentTypeError(f"{text} is more than the load has; give 1 to {EVEN[0]}")
     return int(text)
 

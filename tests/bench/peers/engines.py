@@ -87,9 +87,16 @@ def variables(engine: Engine, isa: str, root: Path) -> dict[str, str]:
         result.pop("PYTHONPATH", None)
         # Programs of the environment (a compiler's helper, for one) before those of this one.
         result["PATH"] = f"{root / engine.environment / 'bin'}{os.pathsep}{result.get('PATH', '')}"
-    if engine.environment == "vllm":  # as its documentation asks for
-        result["VLLM_CACHE_ROOT"] = str(root / "vllm" / f"cache-{isa}")
-        result["TORCHINDUCTOR_CACHE_DIR"] = str(root / "vllm" / f"inductor-{isa}")
-        allocator = ctypes.util.find_library("tcmalloc_minimal")
-        result["LD_PRELOAD"] = ":".join([str(root / "vllm" / "lib" / "libiomp5.so"), *filter(None, [allocator])])
+    if engine.environment == "vllm":
+        result |= for_vllm(root / "vllm", isa)
     return result
+
+
+def for_vllm(environment: Path, isa: str = "native") -> dict[str, str]:
+    """Return what vLLM's documentation asks for, and where it keeps what it compiles."""
+    allocator = ctypes.util.find_library("tcmalloc_minimal")
+    return {
+        "VLLM_CACHE_ROOT": str(environment / f"cache-{isa}"),
+        "TORCHINDUCTOR_CACHE_DIR": str(environment / f"inductor-{isa}"),
+        "LD_PRELOAD": ":".join([str(environment / "lib" / "libiomp5.so"), *filter(None, [allocator])]),
+    }

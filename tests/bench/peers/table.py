@@ -31,9 +31,9 @@ def markdown(comparison: Comparison, origin: Mapping[str, Any]) -> str:
     limits = ["", "dtype", "reading the weights, ms", "matrix products, GFLOP/s"]
     parts = [
         _heading(comparison, origin),
-        *_rows("", ["engine", "dtype", *HEADINGS.values(), SAME], _figures(comparison)),
-        *_rows(f"How many times faster {OURS} is, in the same round:", ratio, _ratios(comparison)),
-        *_rows("What the machine can do:", limits, _limits(comparison)),
+        *rows("", ["engine", "dtype", *HEADINGS.values(), SAME], _figures(comparison)),
+        *rows(f"How many times faster {OURS} is, in the same round:", ratio, _ratios(comparison)),
+        *rows("What the machine can do:", limits, _limits(comparison)),
         "\n".join(f"- {line}" for line in _notes(comparison)),
     ]
     return "\n\n".join(filter(None, parts))
@@ -94,18 +94,25 @@ def _faster(name: str, ours: float, theirs: float) -> float:
 
 
 def _heading(comparison: Comparison, origin: Mapping[str, Any]) -> str:
-    machine, sequences = origin["machine"], comparison.sequences
+    sequences = comparison.sequences
     rounds = max(map(len, comparison.answers.values()), default=0)
     command = f"python -m tests.bench.peers --isa {comparison.isa} --rounds {rounds}"
     if sequences != EVEN[0]:
         command += f" --sequences {sequences}"
-    versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
     return (
-        f"`{command}`, {origin['date'][:10]}, {machine['cpu']}, {machine['cores']} cores, load "
-        f"{machine['load_before']} before; {versions}. {THREADS} threads; medians of the rounds, with the least and "
-        f"the most. The model: {(comparison.layers + comparison.table) / 1e6:.0f}M parameters, random. Mixed: "
+        f"`{command}`, {told(origin)}. {THREADS} threads; medians of the rounds, with the least and the most. "
+        f"The model: {(comparison.layers + comparison.table) / 1e6:.0f}M parameters, random. Mixed: "
         f"{sequences} prompts of 32 to 256 tokens that want 32 to 128; even: {sequences} of {EVEN[1]} that want "
         f"{EVEN[2]}; alone: {SINGLE_TOKENS} tokens of one prompt; no prefix is cached."
+    )
+
+
+def told(origin: Mapping[str, Any]) -> str:
+    """Return `provenance()` in words."""
+    machine, versions = origin["machine"], (f"{name} {version}" for name, version in origin["versions"].items())
+    return (
+        f"{origin['date'][:10]}, {machine['cpu']}, {machine['cores']} cores, load {machine['load_before']} before; "
+        f"{', '.join(versions)}"
     )
 
 
@@ -167,18 +174,22 @@ def _count(answer: Answer) -> int:
 
 
 def _spread(values: Sequence[float], name: str) -> str:
+    """Return the median of a figure, and the least and the most where there is more than one."""
+    digits = {"ratio": 2, READINGS: 2, "alone_ms": 1, "reading_ms": 1}.get(name, 0)
+    return spread(values, digits, " %" if name == SHARE else "")
+
+
+def spread(values: Sequence[float], digits: int, unit: str = "") -> str:
     """Return the median, and the least and the most where there is more than one."""
     if not values:
         return ""
-    digits = {"ratio": 2, READINGS: 2, "alone_ms": 1, "reading_ms": 1}.get(name, 0)
-    unit = " %" if name == SHARE else ""
     middle = f"{statistics.median(values):,.{digits}f}"
     if len(values) == 1:
         return middle + unit
     return f"{middle} ({min(values):,.{digits}f} to {max(values):,.{digits}f}){unit}"
 
 
-def _rows(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a title and its table, or nothing where it would have no rows."""
-    rule = ["---", "---", *["---:"] * (len(headings) - 2)]
-    return [title, "\n".join(f"| {' | '.join(cells)} |" for cells in (headings, rule, *rows))] if rows else []
+def rows(title: str, headings: Sequence[str], cells: Sequence[Sequence[str]], texts: int = 2) -> list[str]:
+    """Return a title and its table, or nothing where it would have no rows. texts: columns that are no figures."""
+    rule = [*["---"] * texts, *["---:"] * (len(headings) - texts)]
+    return [title, "\n".join(f"| {' | '.join(row)} |" for row in (headings, rule, *cells))] if cells else []
