@@ -79,13 +79,13 @@ class Server:
             end.setblocking(False)
         signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
 
-    def run(self) -> None:
-        """Serve until Ray's node is gone."""
+    def run(self) -> NoReturn:
+        """Serve until Ray's node is gone, and end this process then."""
         while True:
             waits: list[Any] = [self._listener, self._died, self._node]
             ready, _, _ = select.select(waits, [], [])
             if self._node in ready:
-                return
+                os._exit(0)  # at once: signals of workers that die now have nowhere to go in an interpreter that ends
             if self._died in ready:
                 self._reap()
             if self._listener in ready:
