@@ -9,7 +9,7 @@ from typing import Any
 from engine.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("fp8", "int8", "compressed-tensors")
+QUANTIZATIONS = ("fp8", "int8", "compressed-tensors", "gptq", "awq", "modelopt")
 DEVICES = ("cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SCHEDULING_POLICIES = ("fcfs", "priority")
