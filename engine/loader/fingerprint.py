@@ -94,8 +94,8 @@ def model_fingerprint(model: str, dtype: str, quantization: str | None = None) -
     """Return 32 hex digits for a checkpoint (folder or hub id) computed in `dtype`, its weights quantised or not.
 
     Two replicas for which it is equal hold the same weights; `replica_fingerprint` says what they make of them.
-    Covers config.json, hf_quant_config.json, the ends that generation_config.json names, and of each weight file name,
-    size, header and a sample of every tensor; not the files' times, which differ from node to node. Raises
+    Covers config.json, hf_quant_config.json, the ends that generation_config.json names, and of each weight file its
+    name, size, header and a sample of every tensor; not the files' times, which differ from node to node. Raises
     `CheckpointError`.
     """
     folder = find_checkpoint(model)

@@ -23,6 +23,7 @@ from engine.models.blueprint import blueprint, build_model
 from engine.models.causal_lm import CausalLM
 from engine.models.config import ModelConfig
 from engine.models.text_halves import text_names
+from engine.quantization.mxfp4 import Mxfp4Experts
 from engine.quantization.select import quantize
 from engine.quantization.spec import QuantizationSpec
 from parallel.group import Group
@@ -239,6 +240,8 @@ def _load_converted(model: CausalLM, rules: list[WeightRule], held: Stored, chec
         by_name[rule.name].append(rule)
     _fill(model, [rule for rule in rules if rule.name in held.plain], checkpoint, held.plain)
     found = set(held.plain)
+    if (count := sum(isinstance(one, Mxfp4Experts) for one in held.made)) > 0:
+        logger.info("quantised in the checkpoint, made plain as they are loaded: %d tensors in MXFP4", count)
     for one in held.made:
         for name, tensor in one.tensors(lambda source: checkpoint.source(source)[:]).items():
             found.add(name)
@@ -346,6 +349,9 @@ def _reads(
             f"{source.file.path}: tensor {name} has shape {list(source.shape)}, "
             f"config.json makes it {list(rule.shape)}"
         )
+    if parameter.dtype.itemsize == 1 and source.dtype is not parameter.dtype and not rule.packed:
+        # To cast what is no quantised weight would be to read it without its scale.
+        raise CheckpointError(f"{source.file.path}: tensor {name} is of {source.dtype}, not {parameter.dtype}")
     transfers = _sharded(parameter, rule).transfers(source, rule.part, rule.transposed != turned)
     return [(source, transfer) for transfer in transfers]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -72,6 +72,11 @@ class ReorderedLinear(LinearMethod):
     @override
     def describe(self) -> str:
         return f"reordered {self._inner.describe()}"
+
+    @override
+    def tensors(self) -> Iterator[Tensor]:
+        yield self._order
+        yield from self._inner.tensors()
 
 
 def widened_codes(codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Callable[[int, int], Tensor]:

@@ -1,4 +1,4 @@
-"""Makes quantised checkpoints by hand, from the formats' descriptions; nothing of the engine is used.
+"""Makes quantised checkpoints by hand, from the formats' descriptions; nothing of the engine makes them.
 
 Compared once with the formats' own libraries. Bit for bit with what they write: compressed-tensors 0.20.0
 (pack-quantized in four bits with and without zero points, float-quantized by channel, tensor and block,
@@ -11,12 +11,16 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from inspect import signature
 from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from engine.config import EngineConfig
 
 E4M3 = torch.float8_e4m3fn
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -228,11 +232,18 @@ REORDERED: dict[str, tuple[Mapping[str, object], Maker]] = {
 PLAIN = ("lm_head", "embed_tokens", "mlp.gate", "shared_expert_gate", "norm")
 
 
-def store(plain: Path, folder: Path, found: Mapping[str, object], make: Maker, skip: tuple[str, ...] = ()) -> None:
+def store(
+    plain: Path,
+    folder: Path,
+    found: Mapping[str, object],
+    make: Maker | Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]],
+    skip: tuple[str, ...] = (),
+) -> None:
     """Write `folder`/stored, quantised as told, and `folder`/plain, with what that stands for in float32.
 
-    skip: parts of names of modules that stay plain.
+    make: may take the name of a tensor, too. skip: ends of names of modules that stay plain.
     """
+    named = len(signature(make).parameters) == 2
     tensors = load_file(plain / "model.safetensors")
     stored, stands_for = {}, {}
     for name, tensor in tensors.items():
@@ -240,7 +251,7 @@ def store(plain: Path, folder: Path, found: Mapping[str, object], make: Maker, s
         if tensor.ndim != 2 or not name.endswith(".weight") or any(module.endswith(each) for each in (*PLAIN, *skip)):
             stored[name] = stands_for[name] = tensor
             continue
-        parts, stands_for[name] = make(tensor.float())
+        parts, stands_for[name] = make(name, tensor.float()) if named else make(tensor.float())
         stored |= {f"{module}.{leaf}": part.contiguous().clone() for leaf, part in parts.items()}
     for kind, held in (("stored", stored), ("plain", stands_for)):
         shutil.copytree(plain, folder / kind)
@@ -252,3 +263,18 @@ def edit(folder: Path, **values: object) -> None:
     """Set fields of config.json."""
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def config(folder: Path, **values: object) -> EngineConfig:
+    return EngineConfig(str(folder), **{"num_kv_blocks": 200, "block_size": 4, "device": "cpu", **values})
+
+
+def oracle(folder: Path) -> transformers.PreTrainedModel:
+    """Return what the stored checkpoint in `folder` stands for, in fp32."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder / "plain", attn_implementation="eager").eval()
+
+
+def made(models, folder: Path, name: str, kind: str, skip: tuple[str, ...] = ()):
+    """Store model `name` as `kind` says; return the oracle, and how the engine is to load it."""
+    store(models(name)[1], folder, *(FORMATS | REORDERED)[kind], skip)
+    return oracle(folder), config(folder / "stored", dtype="float32")
