@@ -150,7 +150,9 @@ def _load(
     extra = {
         name
         for name in others
-        if not any(pattern.search(name) for pattern in unused) and not _is_unused(model, config, name)
+        if not any(pattern.search(name) for pattern in unused)
+        and not _is_unused(model, config, name)
+        and not (stored and _is_no_bias(checkpoint, names[name]))
     }
     _refuse(checkpoint.folder, "not part of this architecture", extra)
     _tell_unread(others)
@@ -177,6 +179,11 @@ def _all_names(config: ModelConfig, quantization: QuantizationSpec | None, on_di
     quantize(whole.layers, "layers", whole.names, quantization)
     for rule in whole.weights(on_disk):
         yield from (*rule.names, *rule.spare_names)
+
+
+def _is_no_bias(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a tensor is a bias of zeros: AutoGPTQ wrote one for every layer, those without a bias among them."""
+    return name.endswith(".bias") and not bool(checkpoint.source(name)[:].any())
 
 
 def _tell_unread(names: Iterable[str]) -> None:

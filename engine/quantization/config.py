@@ -80,6 +80,8 @@ def _gptq(found: Mapping[str, Any]) -> QuantizationSpec:
     layout = found.get("checkpoint_format") or "gptq"
     if layout not in GPTQ_LAYOUTS or found.get("is_marlin_format"):
         refuse(f".checkpoint_format = {'marlin' if found.get('is_marlin_format') else layout!r}")
+    if found.get("pack_dtype", "int32") != "int32":
+        refuse(f".pack_dtype = {found['pack_dtype']!r} of GPTQ")
     for field in ("lm_head", "modules_in_block_to_quantize", "modules_to_not_convert"):
         if found.get(field):
             refuse(f".{field} of GPTQ")

@@ -20,6 +20,15 @@ E8M0 = torch.float8_e8m0fnu
 BLOCK_SCALES = (torch.float32, torch.bfloat16, torch.float16, E8M0)
 
 
+def from_e4m3(weight: Tensor) -> Tensor:
+    """Return a weight in fp32, a copy."""
+    if weight.device.type != "cpu":
+        return weight.float()
+    # On CPUs torch converts one number at a time; to look them up is six times as fast.
+    every = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
+    return every.index_select(0, weight.view(torch.uint8).flatten().int()).view(weight.shape)
+
+
 class Fp8WeightLinear(ChannelLinear):
     """weight [out, in] times weight_scale [out]; made plain for each product, on any device."""
 
@@ -38,7 +47,7 @@ class Fp8WeightLinear(ChannelLinear):
     @override
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         def plain(first: int, last: int) -> Tensor:
-            return (self.weight[first:last].float() * self.scale[first:last, None]).to(x.dtype)
+            return (from_e4m3(self.weight[first:last]) * self.scale[first:last, None]).to(x.dtype)
 
         return self._product.apply(x, bias, plain)
 
@@ -135,7 +144,7 @@ def block_scales(spec: QuantizationSpec, outs: int, ins: int, shares: tuple[int,
 def scaled_by_blocks(weight: Tensor, scale: Tensor, shares: tuple[int, int]) -> Tensor:
     """Return weight [out, in] times the scales of its blocks [out / rows, in / columns], in fp32."""
     rows, columns = shares
-    blocks = weight.float().view(len(scale), rows, scale.shape[1], columns)
+    blocks = from_e4m3(weight).view(len(scale), rows, scale.shape[1], columns)
     return blocks.mul_(scale[:, None, :, None]).view(weight.shape)
 
 
@@ -145,7 +154,7 @@ def plain_eight_bits(spec: QuantizationSpec, outs: int, ins: int, dtype: torch.d
         scales = block_scales(spec, outs, ins, (1, 1))
         weight = read_as("weight", (outs, ins), (E4M3,))
         return Recipe(
-            {**weight, **scales.tensors}, lambda read: (read["weight"].float() * scales.make(read)).to(dtype)
+            {**weight, **scales.tensors}, lambda read: (from_e4m3(read["weight"]) * scales.make(read)).to(dtype)
         )
     if spec.packed:
         weight = read_as("weight_packed", (outs, -(-ins // 4)), (torch.int32,))

@@ -22,8 +22,6 @@ from parallel.parameter import Recipe, ShardedParameter
 from parallel.sharding import Piece
 
 LEAST_GROUP = 8  # inputs of a rank that share a scale: of fewer the scales would be larger than the codes
-
-
 TORCH_GROUPS = (256, 128, 64, 32)
 PACKED_ROWS = 256  # a multiple of 64, which torch packs together
 

@@ -123,7 +123,7 @@ def quantize(layers: nn.Module, prefix: str, names: Names, quantization: Quantiz
         elif spec.stored:
             layer.holding = MadePlain(layer.weight, partial(MADE_PLAIN[spec.weights], spec))
             plain.update([spec.weights])
-    if plain and not layers_are_outlines(layers):
+    if plain and not _are_outlines(layers):
         counts = ", ".join(f"{count} layers in {weights}" for weights, count in sorted(plain.items()))
         logger.info("quantised in the checkpoint, made plain as they are loaded: %s", counts)
 
@@ -141,7 +141,7 @@ def _method_of(spec: QuantizationSpec, layer: ParallelLinear) -> LinearMethod:
     return METHODS[spec.weights](spec)
 
 
-def layers_are_outlines(layers: nn.Module) -> bool:
+def _are_outlines(layers: nn.Module) -> bool:
     """Whether the layers are on torch's device `meta`, and nothing will be loaded."""
     return any(parameter.is_meta for parameter in layers.parameters())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn
@@ -121,8 +121,3 @@ def group_in(value: Any, field: str = "group_size") -> int:
 def refuse(what: str) -> NoReturn:
     """Raise `CheckpointError` naming what is not implemented, and what is."""
     raise CheckpointError(f"{FIELD}{what} is not supported; {SERVED}")
-
-
-def shown_names(names: Iterable[str]) -> str:
-    """Return names as an error lists them."""
-    return ", ".join(map(repr, names))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from engine.errors import CheckpointError, ConfigError
 from engine.loader.checkpoint import open_model
 from engine.loader.fingerprint import model_fingerprint
+from engine.loader.safetensors_file import TensorOnDisk
 from engine.loader.weights import load_model
 from engine.resolve import check_model, resolve_for
 from engine.worker.footprint import footprint_of
@@ -43,6 +45,39 @@ def test_the_plan_counts_codes_scales_and_zeros_to_the_byte(two_ranks, models, t
         assert planned.layer_products == as_if_plain.layer_products
         if "nvfp4" not in kind:
             assert planned.weight_bytes < as_if_plain.weight_bytes
+
+
+@pytest.mark.parametrize("kind", ["int4 zeros", "gptq desc_act", "awq", "deepseek", "nvfp4"])
+def test_what_is_on_disk_is_in_memory_for_one_product_at_a_time(models, tmp_path, monkeypatch, kind):
+    made(models, tmp_path, "llama", kind)
+    folder, read, most = open_model(str(tmp_path / "stored")), TensorOnDisk.__getitem__, []
+    alive = WeakSet()
+
+    def watched(self, index):
+        found = read(self, index)
+        alive.add(found)
+        most.append(len(alive))
+        return found
+
+    monkeypatch.setattr(TensorOnDisk, "__getitem__", watched)
+    load_model(folder, 64, SoloGroup(), torch.float32, folder.config.quantization)
+    assert len(most) >= 21
+    assert max(most) <= 3
+    assert not alive
+
+
+def test_biases_that_a_model_lacks_may_be_there_if_they_are_zeros(models, tmp_path):
+    """AutoGPTQ wrote them; others are refused."""
+    made(models, tmp_path, "llama", "gptq")
+    file, folder = tmp_path / "stored" / "model.safetensors", open_model(str(tmp_path / "stored"))
+    tensors = load_file(file)
+    for number, bias in enumerate((torch.zeros(96), torch.ones(96))):
+        save_file(tensors | {f"model.layers.{number}.mlp.up_proj.bias": bias}, file)
+        if not number:
+            load_model(folder, 64, SoloGroup(), torch.float32, folder.config.quantization)
+            continue
+        with pytest.raises(CheckpointError, match=r"not part of .*layers\.1\.mlp\.up_proj\.bias"):
+            load_model(folder, 64, SoloGroup(), torch.float32, folder.config.quantization)
 
 
 def test_what_is_made_plain_or_not_read_is_told_at_the_start(models, tmp_path, caplog):
@@ -111,7 +146,7 @@ DAMAGED = {
     "plain weights": (
         "deepseek",
         {f"{UP}.weight": lambda t: t.float()},
-        [f"{UP}.weight", "float32", "float8_e4m3fn"],
+        ["up_proj.weight", "float32", "float8_e4m3fn"],
     ),
     "other words": ("awq", {f"{UP}.qweight": lambda t: t.short()}, [f"{UP}.qweight", "int16", "int32"]),
     "no number": ("int4", {f"{UP}.weight_scale": lambda t: t / 0}, [f"{UP}.weight_scale", "no finite number"]),
