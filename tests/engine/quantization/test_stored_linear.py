@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from engine.errors import CheckpointError, ConfigError
-from engine.kernels.base import Kernels, TorchKernels
+from engine.kernels.base import GroupedProduct, Kernels, TorchKernels
 from engine.kernels.select import select_kernels
+from engine.layers.base import Build
+from engine.layers.mlp import Gate
+from engine.layers.moe import Experts
 from engine.models.blueprint import BlueprintGroup
 from engine.quantization import widened
 from engine.quantization.fp8_weight import Fp8BlockLinear, Fp8WeightLinear
@@ -18,6 +21,7 @@ from engine.quantization.int4 import Int4Linear, TorchInt4Linear
 from engine.quantization.layout import dequantised
 from engine.quantization.select import choose_products
 from engine.quantization.spec import QuantizationSpec
+from engine.worker.footprint import MetaGroupedProduct
 from parallel.group import SoloGroup
 from parallel.linear import LinearMethod, MergedColumnParallelLinear, RowParallelLinear
 from parallel.parameter import TensorSource
@@ -121,6 +125,21 @@ def test_a_kernel_is_given_codes_scales_and_zeros_once() -> None:
     ]
     assert isinstance(layer.method, Own)
     assert [each.numel() for each in (layer.weight, layer.weight_scale, layer.weight_zero)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("spec", [INT4, BLOCKS, None])
+def test_experts_are_multiplied_at_once_only_by_what_says_all_of_their_weights(spec) -> None:
+    experts = Experts(2, 64, [32, 32], 32, Gate("silu"), Build(GROUP, torch.float32, 8))
+    for layer in [*experts.up.values(), *experts.down.values()] if spec else []:
+        layer.method = Int4Linear(spec) if spec.weights == "int4" else Fp8BlockLinear(spec)
+        layer.method.create(layer, "layer")
+
+    class Grouping(TorchKernels):
+        def grouped_product(self, layers) -> GroupedProduct:
+            return MetaGroupedProduct(len(layers[0].weight))
+
+    experts.use_kernels(Grouping())
+    assert (experts.grouped is None) == (spec is not None)
 
 
 def test_what_rounds_otherwise_is_described_otherwise() -> None:
