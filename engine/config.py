@@ -10,7 +10,7 @@ from engine.device.topology import format_cpus, parse_cpus
 from engine.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("fp8", "int8", "compressed-tensors")
+QUANTIZATIONS = ("fp8", "int8", "compressed-tensors", "gptq", "awq", "modelopt")
 DEVICES = ("cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SCHEDULING_POLICIES = ("fcfs", "priority")
@@ -36,7 +36,8 @@ class EngineConfig:
     experts; else each rank holds a part of all experts.
     device: "cpu", "cuda" or None for cuda where there is one.
     quantization: how linear layers hold their weights: "fp8" (with activations, on a GPU) or "int8", made as plain
-    weights are loaded; None = as the checkpoint has them, "compressed-tensors" among others.
+    weights are loaded; None = as the checkpoint has them, which "compressed-tensors", "gptq", "awq", "modelopt" and,
+    of a quantised checkpoint, "fp8" name.
     max_model_len: tokens of prompt + output of one sequence; None = the model's own limit.
     max_num_seqs / max_num_batched_tokens: sequences and tokens of one step.
     long_prefill_token_threshold: most prompt tokens one sequence may take in a step; 0 = the whole budget.

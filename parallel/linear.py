@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from parallel.group import Group
-from parallel.parameter import ShardedParameter, replicated
+from parallel.parameter import Recipe, ShardedParameter, replicated
 from parallel.sharding import Piece, even_pieces, qkv_pieces
 
 
@@ -27,14 +27,25 @@ class LinearMethod(ABC):
 
     stored_names: what parameters of the layer are called in a checkpoint, where that is not as here.
     loads_plain: whether the plain weight is loaded first, so that as little as can be should be loaded before `load`.
+    numbers: of the weight, in one element of the layer's `weight`.
+    scaled_by_row: whether the layer's `weight`, and `weight_scale` [out] where it is quantised, say all of it.
     """
 
     stored_names: Mapping[str, str] = {}
     loads_plain: bool = False
+    numbers: ClassVar[int] = 1
+    scaled_by_row: ClassVar[bool] = True
 
     def create(self, layer: ParallelLinear, name: str) -> None:
         """Give `layer`, called `name`, the parameters that a checkpoint fills, if not those that it has."""
         return
+
+    def recipe(self, parameter: str, shape: tuple[int, ...]) -> Recipe | None:
+        """Return how a parameter of the layer is made of other tensors of a checkpoint, None = it is read as it is.
+
+        shape: of the parameter, or of one part of it, over all ranks.
+        """
+        return None
 
     def load(self, layer: ParallelLinear) -> None:
         """Make what `apply` needs of the layer's loaded parameters. All ranks must call alike, in one order."""
@@ -67,14 +78,16 @@ class PlainLinear(LinearMethod):
 class ParallelLinear(nn.Module):
     """Base of the linear layers: a weight of this rank's rows and columns, a bias, and the method that multiplies.
 
-    `weight` is [out_per_rank, in_per_rank], empty where `method` holds all that is needed. `weight_scale`
-    [out_per_rank] is there where it is quantised. row_order: which loaded row goes to each place, None = its own.
+    `weight` is [out_per_rank, in_per_rank], empty where `method` holds all that is needed. Where it is quantised,
+    `method` says which parameters there are instead or beside it: `weight_scale` [out_per_rank] at least.
+    row_order: which loaded row goes to each place, None = its own.
     quantized: whether methods that quantise take this layer.
     """
 
     quantized: ClassVar[bool] = True
     weight: ShardedParameter
     weight_scale: ShardedParameter
+    weight_zero: ShardedParameter
     bias: ShardedParameter | None
 
     def __init__(self, weight: ShardedParameter, bias: ShardedParameter | None, group: Group) -> None:
@@ -88,7 +101,8 @@ class ParallelLinear(nn.Module):
     def order_rows(self) -> None:
         """Put the loaded rows into `row_order`; called once, before `method` makes what it needs of them."""
         if self.row_order is not None:
-            for parameter in (self.weight, getattr(self, "weight_scale", None), self.bias):
+            scales, zeros = getattr(self, "weight_scale", None), getattr(self, "weight_zero", None)
+            for parameter in (self.weight, scales, zeros, self.bias):
                 if parameter is not None:
                     parameter.copy_(parameter[torch.tensor(self.row_order, device=parameter.device)])
 
@@ -97,9 +111,10 @@ class ParallelLinear(nn.Module):
         self.weight = weight
         self.method = PlainLinear(weight)
 
-    def release_weight(self) -> None:
-        """Free the plain weight, whose contents `method` no longer needs; it cannot be loaded again."""
-        self.weight.data = self.weight.data.new_empty(0)
+    def release_weight(self, *others: ShardedParameter) -> None:
+        """Free the weight, and others, whose contents `method` no longer needs; they cannot be loaded again."""
+        for parameter in (self.weight, *others):
+            parameter.data = parameter.data.new_empty(0)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's columns of the product: [num_tokens, in] -> [num_tokens, out_per_rank]."""

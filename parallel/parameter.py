@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +34,27 @@ class TensorSource(WeightSource):
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.tensor[index]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """What a tensor on disk must be: its shape over all ranks, None = any, and one of some dtypes."""
+
+    shape: tuple[int, ...] | None
+    dtypes: tuple[torch.dtype, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a parameter, over all ranks, is made of tensors of a checkpoint, by the last part of their names.
+
+    tensors: that must be there. spare: that may be missing. make: from those that are there to the parameter; raises
+    `ValueError` saying what is wrong with their contents.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    make: Callable[[Mapping[str, Tensor]], Tensor]
+    spare: Mapping[str, StoredTensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ def fit(config: EngineConfig, model: ModelConfig, gpu: Gpu, measure: Measure = f
 def product_dtype(config: EngineConfig, model: ModelConfig) -> str:
     """Return what the products in the layers are computed in: the model's dtype, or "fp8"."""
     quantization = quantization_of(config, model.quantization)
-    return "fp8" if quantization is not None and quantization.weights == "fp8" else config.dtype
+    return "fp8" if quantization is not None and quantization.in_fp8 else config.dtype
 
 
 def cache_budget(config: EngineConfig, found: Footprint, gpu: Gpu) -> int:

@@ -43,7 +43,8 @@ HELP = {
         "served_model_name": "Model id for clients; several separated by commas, of which answers show the first.",
         "model_impl": "Who implements the layers: this engine, or the transformers library over its cache.",
         "dtype": "Data type of weights and activations.",
-        "quantization": "Type of the weights of linear layers: fp8 needs a GPU, int8 works on any device.",
+        "quantization": "Type of the weights of linear layers: fp8 is made on a GPU, int8 on any device; the others "
+        "name what a checkpoint is.",
         "max_model_len": "Maximum tokens of one sequence, prompt and output.",
         "seed": "Seed of requests without one.",
         "tool_call_parser": "Format of the model's tool calls; required for tool_choice auto.",

@@ -68,6 +68,15 @@ class Kernels(ABC):
         """Return the same for `weight` [out, in] in int8 with `scale` [out] in fp32."""
         return None
 
+    def int4_linear(self, codes: Tensor, scale: Tensor, zero: Tensor) -> LinearMethod | None:
+        """Return the same for a weight of four bits, w = (code - zero) * scale.
+
+        codes: [out, in / 2] uint8, that of an even input in the low half, of the next one in the high half. scale:
+        [out, groups] fp32, of in / groups adjacent inputs. zero: [out, groups] uint8, 0 to 16. What is returned keeps
+        none of the three. A row's bits must not depend on how many rows there are.
+        """
+        return None
+
     def grouped_product(self, layers: Sequence[ParallelLinear]) -> GroupedProduct | None:
         """Return what multiplies by the weights of experts in one launch, None = each multiplies by itself.
 

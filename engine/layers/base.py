@@ -15,8 +15,8 @@ from engine.config import EngineConfig
 from engine.kernels.base import Kernels, TorchKernels
 from engine.kv.cache_specs import CacheSpec
 from parallel.group import Group
-from parallel.linear import ParallelLinear
-from parallel.parameter import ShardedParameter
+from parallel.linear import LinearMethod, ParallelLinear
+from parallel.parameter import Recipe, ShardedParameter
 
 LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -38,11 +38,13 @@ class Build:
 class Layer(nn.Module):
     """A part of a model. Its parameters know how they are sharded and its linear layers how they are quantised.
 
-    kernels: what it computes with. cache_index: its place among the layers that have a cache.
+    kernels: what it computes with. cache_index: its place among the layers that have a cache. holding: how a weight
+    of its own, which is no linear layer's, is stored in a checkpoint, None = as it is.
     """
 
     kernels: Kernels = TorchKernels()
     cache_index: int = -1
+    holding: LinearMethod | None = None
 
     def cache_spec(self, dtype: torch.dtype) -> CacheSpec | None:
         """Return what the layer keeps of each token, None = nothing. dtype: what keys and values are kept in."""
@@ -64,6 +66,7 @@ class WeightRule:
     shape: on disk. transposed: stored as [in, out]. packed: four bytes in an int32. scale: of a quantised weight, one
     number for each row, which a checkpoint may hold in other shapes. index: of the entry of a tensor that holds
     several parameters stacked, None = it holds this one alone; shape is that of the entry.
+    recipe: the parameter is made of several tensors, whose names begin with `name`; shape is the parameter's.
     """
 
     name: str
@@ -74,6 +77,17 @@ class WeightRule:
     packed: bool = False
     scale: bool = False
     index: int | None = None
+    recipe: Recipe | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors that must be there."""
+        return (self.name,) if self.recipe is None else tuple(f"{self.name}.{leaf}" for leaf in self.recipe.tensors)
+
+    @property
+    def spare_names(self) -> tuple[str, ...]:
+        """Names of tensors that may be there beside them."""
+        return () if self.recipe is None else tuple(f"{self.name}.{leaf}" for leaf in self.recipe.spare)
 
 
 class MadeTensors(Protocol):
@@ -142,6 +156,11 @@ def is_transposed(names: Names, module: str) -> bool:
     return isinstance(_named(names, module), Conv1D)
 
 
+def is_stacked(names: Names, module: str) -> bool:
+    """Whether a module's weight lies in a tensor of those of all experts."""
+    return isinstance(_named(names, module), Stacked)
+
+
 def _numbered(name: str, numbers: Sequence[str]) -> str:
     for number in numbers[: name.count("*")]:
         name = name.replace("*", number, 1)
@@ -165,7 +184,8 @@ def weight_rules(model: nn.Module, names: Names) -> Iterator[WeightRule]:
             yield WeightRule(checkpoint_names(names, target)[0], target, parameter.full_shape())
             continue
         owner = model.get_submodule(module)
-        stored = owner.method.stored_names.get(leaf, leaf) if isinstance(owner, ParallelLinear) else leaf
+        method = owner.method if isinstance(owner, ParallelLinear) else getattr(owner, "holding", None)
+        stored = leaf if method is None else method.stored_names.get(leaf, leaf)
         transposed = leaf == "weight" and is_transposed(names, module)
         found = checkpoint_names(names, module)
         if isinstance(_named(names, module), Stacked):
@@ -174,6 +194,12 @@ def weight_rules(model: nn.Module, names: Names) -> Iterator[WeightRule]:
         parts = [None] if len(found) == 1 else [piece.key for piece in parameter.pieces]
         for name, part in zip(found, parts, strict=True):
             shape = parameter.full_shape(part)
+            recipe = None if method is None else method.recipe(leaf, shape)
+            if recipe is not None:
+                if leaf == "weight" and method is not None:
+                    shape = (shape[0], shape[1] * method.numbers)
+                yield WeightRule(name, target, shape, part, scale=leaf != "weight", recipe=recipe)
+                continue
             yield WeightRule(
                 f"{name}.{stored}",
                 target,
@@ -202,7 +228,7 @@ def stacked_where_stored(
     seen: set[str] = set()
     for rule in rules:
         expert = EXPERT.search(rule.target)
-        if expert is None or rule.name in on_disk or rule.index is not None:
+        if expert is None or rule.name in on_disk or rule.index is not None or rule.recipe is not None:
             yield rule
             continue
         name = rule.name[: rule.name.index(f".{expert[3]}.", rule.name.index("experts"))] + "." + STACKED[expert[2]]

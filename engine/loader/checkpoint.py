@@ -36,7 +36,8 @@ WEIGHT_SUFFIX = ".safetensors"
 WEIGHT_FILES = f"*{WEIGHT_SUFFIX}"
 # What says how large a model is; what a router reads; what a served model needs. Weights in other formats are never
 # fetched.
-CONFIG_FILES = ("config.json", "generation_config.json")
+QUANTIZATION_FILE = "hf_quant_config.json"  # where NVIDIA's Model Optimizer says what config.json does not
+CONFIG_FILES = ("config.json", "generation_config.json", QUANTIZATION_FILE)
 # A safetensors file begins with the length of its header, little-endian. The format takes 100 MB, which
 # take gigabytes and minutes to read; the hub itself reads none above 25 MB, which name some 200,000 tensors.
 LENGTH_BYTES = 8
@@ -267,6 +268,9 @@ def open_model(model: str, files: Sequence[str] = HUB_FILES, impl: str = "auto")
     values = read_json(path / "config.json")
     if values.get("auto_map"):
         logger.warning("%s brings its own code (auto_map), which is ignored", path)
+    if not values.get("quantization_config") and (path / QUANTIZATION_FILE).is_file():
+        said = read_json(path / QUANTIZATION_FILE)
+        values = {**values, "quantization_config": {"quant_method": "modelopt", **said}}
     if HFConfig(values).architecture in MULTIMODAL and (head := _has_head(path)) is not None:
         # Their configs say this now of the whole, now of its text half, or not at all.
         values = {**values, "tie_word_embeddings": not head}

@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from engine.errors import CheckpointError
-from engine.loader.checkpoint import LENGTH_BYTES, TEXT_FILES, find_checkpoint, header_bytes, read_json, weight_files
+from engine.loader.checkpoint import (
+    LENGTH_BYTES,
+    QUANTIZATION_FILE,
+    TEXT_FILES,
+    find_checkpoint,
+    header_bytes,
+    read_json,
+    weight_files,
+)
 
 SAMPLE_BYTES = 256
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
@@ -86,8 +94,9 @@ def model_fingerprint(model: str, dtype: str, quantization: str | None = None) -
     """Return 32 hex digits for a checkpoint (folder or hub id) computed in `dtype`, its weights quantised or not.
 
     Two replicas for which it is equal hold the same weights; `replica_fingerprint` says what they make of them.
-    Covers config.json, the ends that generation_config.json names, and of each weight file name, size, header and a
-    sample of every tensor; not the files' times, which differ from node to node. Raises `CheckpointError`.
+    Covers config.json, hf_quant_config.json, the ends that generation_config.json names, and of each weight file its
+    name, size, header and a sample of every tensor; not the files' times, which differ from node to node. Raises
+    `CheckpointError`.
     """
     folder = find_checkpoint(model)
     digest = hashlib.blake2b(_arithmetic(dtype, quantization).encode(), digest_size=16)
@@ -95,6 +104,8 @@ def model_fingerprint(model: str, dtype: str, quantization: str | None = None) -
     generation = folder / "generation_config.json"
     if generation.is_file():
         digest.update(_canonical(read_json(generation).get("eos_token_id")))
+    if (folder / QUANTIZATION_FILE).is_file():
+        digest.update(_canonical(read_json(folder / QUANTIZATION_FILE)))
     for name in weight_files(folder):
         digest.update(_canonical(name))
         _read_into(digest, folder / name)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -23,11 +23,12 @@ from engine.models.blueprint import blueprint, build_model
 from engine.models.causal_lm import CausalLM
 from engine.models.config import ModelConfig
 from engine.models.text_halves import text_names
-from engine.quantization.config import QuantizationSpec
+from engine.quantization.mxfp4 import Mxfp4Experts
 from engine.quantization.select import quantize
+from engine.quantization.spec import QuantizationSpec
 from parallel.group import Group
 from parallel.linear import ParallelLinear
-from parallel.parameter import ShardedParameter, TensorSource, Transfer, WeightSource
+from parallel.parameter import Recipe, ShardedParameter, TensorSource, Transfer, WeightSource
 from parallel.sharding import kv_head_start, kv_heads_per_rank
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,8 @@ def _read(checkpoint: Checkpoint, name: str, heads: int) -> Tensor:
 NO_WEIGHTS = re.compile(r"^mtp\.|rotary_emb\.inv_freq$|\.attn\.(bias|masked_bias)$")
 # What quantised ones need not be read for: scales of activations, which get their own per token; shapes, which
 # config.json says; query scales.
-NO_NEED = re.compile(r"\.(input_scale|weight_shape|q_scale)$")
+NO_NEED = re.compile(r"\.(input_scale|input_global_scale|weight_shape|q_scale)$")
+UNREAD_SCALE = re.compile(r"\.(input_scale|input_global_scale|[qkv]_scale)$")
 HEAD = "lm_head.weight"  # saved by some though it is tied
 ROWS_COMPARED = 4096
 LAYER = re.compile(r"layers\.\d+")
@@ -117,48 +119,82 @@ def load_model(
     quantize(model.layers, "layers", model.names, quantization)
     checkpoint = Checkpoint(folder.path)
     try:
-        _load(model, config, checkpoint, quantization is not None and quantization.stored)
+        _load(model, config, checkpoint, quantization if quantization is not None and quantization.stored else None)
     finally:
         checkpoint.close()
     model.finish_loading()
     return model.eval()
 
 
-def _load(model: CausalLM, config: ModelConfig, checkpoint: Checkpoint, stored: bool) -> None:
-    """Fill all parameters. stored: whether the checkpoint is a quantised one."""
+def _load(
+    model: CausalLM, config: ModelConfig, checkpoint: Checkpoint, quantization: QuantizationSpec | None
+) -> None:
+    """Fill all parameters. quantization: how the checkpoint holds them, None = they are plain there."""
+    stored = quantization is not None
     if config.text_half_of:
         half, apart = text_names(checkpoint.names)
         checkpoint.select(half)
         logger.info("text half of %s: %d tensors of its other parts are not read", config.text_half_of, apart)
     rules = list(model.weights(checkpoint.names))
-    wanted = {rule.name for rule in rules}
+    wanted = {name for rule in rules for name in rule.names}
     if (held := model.stored(checkpoint.names, wanted)) is not None:
         _load_converted(model, rules, held, checkpoint)
         return
     names = _names_on_disk(checkpoint.names, rules)
     unused = [NO_WEIGHTS, KV_SCALE, *([NO_NEED] if stored else [])]
-    others = names.keys() - wanted - {HEAD}
+    others = names.keys() - wanted - {HEAD} - {name for rule in rules for name in rule.spare_names}
     if any(isinstance(part, Experts) and part.whole for part in model.modules()):
-        others -= {rule.name for rule in blueprint(config).weights(checkpoint.names)}  # other ranks' experts
+        others -= set(_all_names(config, quantization, checkpoint.names))  # other ranks' experts
     _check_tied_head(model, rules, checkpoint, names)
     _refuse(checkpoint.folder, "missing", wanted - names.keys())
     extra = {
         name
         for name in others
-        if not any(pattern.search(name) for pattern in unused) and not _is_unused(model, config, name)
+        if not any(pattern.search(name) for pattern in unused)
+        and not _is_unused(model, config, name)
+        and not (stored and _is_no_bias(checkpoint, names[name]))
     }
     _refuse(checkpoint.folder, "not part of this architecture", extra)
+    _tell_unread(others)
     began = time.perf_counter()
     num_bytes = 0
     for batch in _batches(model, rules):
-        num_bytes += _fill(model, [rule for rule in batch if not rule.scale], checkpoint, names)
-        for rule in batch:
+        as_it_is = [rule for rule in batch if rule.recipe is None]
+        num_bytes += _fill(model, [rule for rule in as_it_is if not rule.scale], checkpoint, names)
+        for rule in as_it_is:
             if rule.scale:
                 _load_scale(model, rule, checkpoint, names[rule.name])
+        for rule in batch:
+            if rule.recipe is not None:
+                num_bytes += _load_by_recipe(model, rule, rule.recipe, checkpoint, names)
         _finish(model.get_submodule(path) for path in dict.fromkeys(rule.target.rpartition(".")[0] for rule in batch))
     seconds = max(time.perf_counter() - began, 1e-9)
     gigabytes = num_bytes / 1e9
     logger.info("weights: %.2f GB read in %.2f s, %.1f GB/s", gigabytes, seconds, gigabytes / seconds)
+
+
+def _all_names(config: ModelConfig, quantization: QuantizationSpec | None, on_disk: Collection[str]) -> Iterator[str]:
+    """Yield the names of all tensors of a model, those of other ranks' experts among them."""
+    whole = blueprint(config)
+    quantize(whole.layers, "layers", whole.names, quantization)
+    for rule in whole.weights(on_disk):
+        yield from (*rule.names, *rule.spare_names)
+
+
+def _is_no_bias(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a tensor is a bias of zeros: AutoGPTQ wrote one for every layer, those without a bias among them."""
+    return name.endswith(".bias") and not bool(checkpoint.source(name)[:].any())
+
+
+def _tell_unread(names: Iterable[str]) -> None:
+    """Say once which scales of a quantised checkpoint nothing is made of."""
+    found = Counter(name.rpartition(".")[2] for name in names if UNREAD_SCALE.search(name))
+    if found:
+        logger.info(
+            "not read: %s. Activations get scales of their own, per token, or none; those of keys and values are for "
+            "kv_cache_dtype=fp8",
+            ", ".join(f"{count} {leaf}" for leaf, count in sorted(found.items())),
+        )
 
 
 def _is_unused(model: CausalLM, config: ModelConfig, name: str) -> bool:
@@ -211,6 +247,8 @@ def _load_converted(model: CausalLM, rules: list[WeightRule], held: Stored, chec
         by_name[rule.name].append(rule)
     _fill(model, [rule for rule in rules if rule.name in held.plain], checkpoint, held.plain)
     found = set(held.plain)
+    if (count := sum(isinstance(one, Mxfp4Experts) for one in held.made)) > 0:
+        logger.info("quantised in the checkpoint, made plain as they are loaded: %d tensors in MXFP4", count)
     for one in held.made:
         for name, tensor in one.tensors(lambda source: checkpoint.source(source)[:]).items():
             found.add(name)
@@ -261,6 +299,32 @@ def _load_scale(model: CausalLM, rule: WeightRule, checkpoint: Checkpoint, name:
     _sharded(model.get_parameter(rule.target), rule).load(scales, rule.part)
 
 
+def _load_by_recipe(
+    model: CausalLM, rule: WeightRule, recipe: Recipe, checkpoint: Checkpoint, names: Mapping[str, str]
+) -> int:
+    """Make one parameter, or a part of it, of all that its recipe names; returns the bytes read."""
+    tensors: dict[str, Tensor] = {}
+    for leaf, wanted in {**recipe.tensors, **recipe.spare}.items():
+        if (name := names.get(f"{rule.name}.{leaf}")) is None:
+            continue
+        source = checkpoint.source(name)
+        if wanted.shape is not None and source.shape != wanted.shape:
+            raise CheckpointError(
+                f"{source.file.path}: tensor {name} has shape {list(source.shape)}, config.json makes it "
+                f"{list(wanted.shape)}"
+            )
+        if source.dtype not in wanted.dtypes:
+            dtypes = " or ".join(str(dtype).removeprefix("torch.") for dtype in wanted.dtypes)
+            raise CheckpointError(f"{source.file.path}: tensor {name} is of {source.dtype}, not {dtypes}")
+        tensors[leaf] = source[:]
+    try:
+        made = recipe.make(tensors)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.folder}: tensor {rule.name}.{error}") from error
+    _sharded(model.get_parameter(rule.target), rule).load(TensorSource(made), rule.part)
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
 class ScaleSource(WeightSource):
     """Scales on disk as one per row: from (rows, 1) or (rows,), or a single one for all."""
 
@@ -292,6 +356,9 @@ def _reads(
             f"{source.file.path}: tensor {name} has shape {list(source.shape)}, "
             f"config.json makes it {list(rule.shape)}"
         )
+    if parameter.dtype.itemsize == 1 and source.dtype is not parameter.dtype and not rule.packed:
+        # To cast what is no quantised weight would be to read it without its scale.
+        raise CheckpointError(f"{source.file.path}: tensor {name} is of {source.dtype}, not {parameter.dtype}")
     transfers = _sharded(parameter, rule).transfers(source, rule.part, rule.transposed != turned)
     return [(source, transfer) for transfer in transfers]
 

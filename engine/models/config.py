@@ -12,7 +12,8 @@ from typing import Any, Self
 
 from engine.errors import CheckpointError, UnsupportedFieldError
 from engine.models.text_halves import MULTIMODAL, text_half
-from engine.quantization.config import QuantizationSpec, is_mxfp4, read_quantization
+from engine.quantization.config import is_mxfp4, read_quantization
+from engine.quantization.spec import QuantizationSpec
 
 MAX_INTEGER = 2**31
 MAX_LAYERS = 10_000  # a small file must not ask for much

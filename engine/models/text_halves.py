@@ -83,7 +83,7 @@ PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
 )
 # Of a quantised checkpoint: modules that are plain.
-LISTS = ("ignore", "ignored_layers", "modules_to_not_convert")
+LISTS = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules")
 OTHERS = re.compile(
     r"(?:model\.)?[a-z_]*(?:vision|visual|image|video|audio|speech|modal|projector|connector|merger|aligner|qformer|"
     r"generation|vqmodel)[a-z_0-9]*(?:\.|$)"

@@ -4,41 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from engine.errors import CheckpointError
+from engine.quantization.compressed_tensors import STATIC, read_compressed_tensors
+from engine.quantization.spec import FIELD, QuantizationSpec, group_in, names_in, refuse
 
 logger = logging.getLogger(__name__)
 
-FIELD = "config.json: quantization_config"
-SERVED = (
-    "served are 8-bit weights with a scale per output channel or tensor: compressed-tensors' float-quantized, "
-    "int-quantized and pack-quantized W8A16, and fp8 without weight_block_size. Or take the unquantised checkpoint "
-    "with --quantization int8, or fp8 on a GPU"
-)
-STATIC = "the checkpoint's scales of activations are not used: each token gets its own, which is finer"
-FORMATS = {
-    "float": ("float-quantized", "naive-quantized"),
-    "int": ("int-quantized", "naive-quantized", "pack-quantized"),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizationSpec:
-    """How the linear layers inside a decoder's layers are held; embeddings and output head stay as they are.
-
-    method: the name of `--quantization`. weights: "fp8" (e4m3, activations too) or "int8" (weights alone), with a
-    scale per output channel. stored: in the checkpoint, else made as plain weights are loaded. ignore: modules that
-    stay plain, by their names in the checkpoint, parts of these between dots, or "re:" and a regular expression.
-    packed: four int8 in an int32 on disk, counted from -128.
-    """
-
-    method: str
-    weights: str
-    stored: bool = True
-    ignore: tuple[str, ...] = ()
-    packed: bool = False
+GROUP_OF_NVFP4 = 16
+GPTQ_LAYOUTS = ("gptq", "gptq_v2")
+SKIP = "-:"  # GPTQModel's `dynamic`: modules that this and a regular expression names are not quantised
 
 
 def read_quantization(values: Mapping[str, Any]) -> QuantizationSpec | None:
@@ -52,13 +28,19 @@ def read_quantization(values: Mapping[str, Any]) -> QuantizationSpec | None:
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{FIELD} must be an object, not {found!r}")
     method = found.get("quant_method")
-    if method == "compressed-tensors":
-        return _compressed_tensors(found)
-    if method == "fp8":
-        return _fp8(found)
+    readers = {
+        "compressed-tensors": read_compressed_tensors,
+        "fp8": _fp8,
+        "gptq": _gptq,
+        "awq": _awq,
+        "modelopt": _modelopt,
+        "modelopt_fp4": _modelopt,
+    }
+    if method in readers:
+        return readers[method](found)
     if is_mxfp4(values):
         return None  # made plain as it is loaded, by the family that has such experts
-    return _refuse(f".quant_method = {method!r}")
+    return refuse(f".quant_method = {method!r}")
 
 
 def is_mxfp4(values: Mapping[str, Any]) -> bool:
@@ -68,79 +50,77 @@ def is_mxfp4(values: Mapping[str, Any]) -> bool:
 
 
 def _fp8(found: Mapping[str, Any]) -> QuantizationSpec:
-    """The layout of AutoFP8 and vLLM: e4m3 and one `weight_scale` per tensor."""
-    if found.get("weight_block_size"):
-        _refuse(f".weight_block_size = {found['weight_block_size']!r}: fp8 with a scale per block")
+    """The layouts of AutoFP8 and vLLM, e4m3 and one `weight_scale` per tensor, and of DeepSeek, one per block."""
+    block = found.get("weight_block_size")
+    if block is not None and (
+        not isinstance(block, list)
+        or len(block) != 2
+        or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in block)
+    ):
+        raise CheckpointError(f"{FIELD}.weight_block_size must be two numbers, such as [128, 128], not {block!r}")
     if found.get("fmt", "e4m3") != "e4m3":
-        _refuse(f".fmt = {found['fmt']!r}")
+        refuse(f".fmt = {found['fmt']!r}")
     if found.get("activation_scheme", "dynamic") not in ("dynamic", "static"):
-        _refuse(f".activation_scheme = {found['activation_scheme']!r}")
+        refuse(f".activation_scheme = {found['activation_scheme']!r}")
     if found.get("activation_scheme") == "static":
         logger.info(STATIC)
-    return QuantizationSpec("fp8", "fp8", ignore=_names(found, "ignored_layers", "modules_to_not_convert"))
-
-
-def _compressed_tensors(found: Mapping[str, Any]) -> QuantizationSpec:
-    groups = found.get("config_groups")
-    if not isinstance(groups, Mapping) or len(groups) != 1:
-        _refuse(f".config_groups: {len(groups) if isinstance(groups, Mapping) else 'not one'} groups, one is served")
-    group = next(iter(groups.values()))
-    if not isinstance(group, Mapping) or group.get("targets") != ["Linear"]:
-        _refuse('.config_groups: targets other than ["Linear"]')
-    sparsity = found.get("sparsity_config") or {}
-    if sparsity.get("format", "dense") != "dense" or found.get("transform_config"):
-        _refuse(": sparse or transformed weights")
-    kind = _weights(group.get("weights"))
-    _activations(group, kind)
-    layout = group.get("format") or found.get("format")
-    if layout not in FORMATS[kind]:
-        _refuse(f".format = {layout!r} of {kind} weights")
     return QuantizationSpec(
-        "compressed-tensors",
-        "fp8" if kind == "float" else "int8",
-        ignore=_names(found, "ignore"),
-        packed=layout == "pack-quantized",
+        "fp8",
+        "fp8",
+        ignore=names_in(found, "ignored_layers", "modules_to_not_convert"),
+        block=(block[0], block[1]) if block else None,
+        scale_name="weight_scale_inv" if block else "weight_scale",
     )
 
 
-def _weights(weights: Any) -> str:
-    """Return "float" or "int"."""
-    if not isinstance(weights, Mapping):
-        _refuse(".config_groups: no weights are quantised")
-    kind, bits = weights.get("type"), weights.get("num_bits")
-    if kind not in FORMATS or bits != 8:
-        _refuse(f".config_groups: weights of {bits} bits, {kind}")
-    if weights.get("strategy") not in ("channel", "tensor") or (weights.get("group_size") or -1) != -1:
-        _refuse(f".config_groups: weights with a scale per {weights.get('strategy')}")
-    if not weights.get("symmetric", True) or weights.get("dynamic") or weights.get("actorder"):
-        _refuse(".config_groups: weights that are asymmetric, dynamic or reordered")
-    return str(kind)
+def _gptq(found: Mapping[str, Any]) -> QuantizationSpec:
+    """The layouts of AutoGPTQ and GPTQModel: `checkpoint_format` gptq, whose zeros are one less, and gptq_v2."""
+    if found.get("bits") != 4:
+        refuse(f".bits = {found.get('bits')!r} of GPTQ")
+    layout = found.get("checkpoint_format") or "gptq"
+    if layout not in GPTQ_LAYOUTS or found.get("is_marlin_format"):
+        refuse(f".checkpoint_format = {'marlin' if found.get('is_marlin_format') else layout!r}")
+    if found.get("pack_dtype", "int32") != "int32":
+        refuse(f".pack_dtype = {found['pack_dtype']!r} of GPTQ")
+    for field in ("lm_head", "modules_in_block_to_quantize", "modules_to_not_convert"):
+        if found.get(field):
+            refuse(f".{field} of GPTQ")
+    overrides = found.get("dynamic") or {}
+    if not isinstance(overrides, Mapping) or not all(name.startswith(SKIP) for name in overrides):
+        refuse(".dynamic: GPTQ with other bits or groups in some layers")
+    ignore = names_in({"dynamic": [f"re:{name.removeprefix(SKIP)}" for name in overrides]}, "dynamic")
+    group = group_in(found.get("group_size"))
+    reordered = bool(found.get("desc_act")) and group > 0  # one group has no order
+    return QuantizationSpec("gptq", "int4", ignore=ignore, layout=layout, group=group, reordered=reordered)
 
 
-def _activations(group: Mapping[str, Any], kind: str) -> None:
-    if group.get("output_activations"):
-        _refuse(".config_groups: quantised output_activations")
-    found = group.get("input_activations")
-    if kind == "int":
-        if found:
-            _refuse(".config_groups: int8 activations (W8A8); int8 weights are served with plain activations (W8A16)")
-        return
-    if not isinstance(found, Mapping):
-        _refuse(".config_groups: fp8 weights with plain activations (W8A16); both are in fp8 here (W8A8)")
-    if found.get("type") != "float" or found.get("num_bits") != 8 or not found.get("symmetric", True):
-        _refuse(f".config_groups: input_activations of {found.get('num_bits')} bits, {found.get('type')}")
-    if found.get("strategy") not in ("token", "tensor"):
-        _refuse(f".config_groups: input_activations with a scale per {found.get('strategy')}")
-    if not found.get("dynamic"):
+def _awq(found: Mapping[str, Any]) -> QuantizationSpec:
+    """The layout of AutoAWQ, version GEMM."""
+    bits = found.get("bits", found.get("w_bit"))
+    if bits != 4:
+        refuse(f".bits = {bits!r} of AWQ")
+    if str(found.get("version", "gemm")).lower() != "gemm":
+        refuse(f".version = {found['version']!r} of AWQ")
+    if not found.get("zero_point", True):
+        refuse(".zero_point = false of AWQ")
+    group = group_in(found.get("group_size", found.get("q_group_size", 128)))
+    ignore = names_in(found, "modules_to_not_convert")
+    return QuantizationSpec("awq", "int4", ignore=ignore, layout="awq", group=group)
+
+
+def _modelopt(found: Mapping[str, Any]) -> QuantizationSpec:
+    """The layouts of NVIDIA's Model Optimizer, whose fields may lie in an object called `quantization`."""
+    inner = found.get("quantization", found)
+    if not isinstance(inner, Mapping):
+        raise CheckpointError(f"{FIELD}.quantization must be an object, not {inner!r}")
+    algorithm = inner.get("quant_algo")
+    ignore = names_in(inner, "exclude_modules", "ignore")
+    if algorithm == "FP8":
         logger.info(STATIC)
-
-
-def _names(found: Mapping[str, Any], *fields: str) -> tuple[str, ...]:
-    names: Any = next((found[field] for field in fields if found.get(field)), [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise CheckpointError(f"{FIELD}: {' or '.join(fields)} must list names of modules, not {names!r}")
-    return tuple(names)
-
-
-def _refuse(what: str) -> NoReturn:
-    raise CheckpointError(f"{FIELD}{what} is not supported; {SERVED}")
+        return QuantizationSpec("modelopt", "fp8", ignore=ignore)
+    if algorithm == "NVFP4":
+        group = inner.get("group_size")
+        if group not in (None, GROUP_OF_NVFP4):
+            refuse(f".group_size = {group!r} of NVFP4")
+        return QuantizationSpec("modelopt", "nvfp4", ignore=ignore, layout="modelopt", group=GROUP_OF_NVFP4)
+    return refuse(f".quant_algo = {algorithm!r} of modelopt")

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from engine.errors import ConfigError
 from engine.kernels.base import E4M3, LARGEST_E4M3, Kernels, quantise_rows
-from engine.quantization.method import QuantizedLinear
+from engine.quantization.method import ChannelLinear, Pack
 from parallel.linear import ParallelLinear
 
 MULTIPLE = 16  # sizes that the matrix units take
@@ -25,7 +25,7 @@ def exact_product(rows: Tensor, row_scales: Tensor, weight: Tensor, scale: Tenso
     return (F.linear(rows.float(), weight.float()) * row_scales * scale).to(dtype)
 
 
-class Fp8Linear(QuantizedLinear):
+class Fp8Linear(ChannelLinear):
     """Multiplies by the matrix units of a GPU.
 
     quantise_rows: makes e4m3 rows of activations; torch's operations unless a kernel is given. Off a GPU the product
@@ -57,7 +57,7 @@ class Fp8Linear(QuantizedLinear):
         super().create(layer, name)
 
     @override
-    def use_kernels(self, layer: ParallelLinear, kernels: Kernels) -> None:
+    def use_kernels(self, layer: ParallelLinear, kernels: Kernels, pack: Pack) -> None:
         self.quantise_rows = kernels.quantise_rows
 
     @override

@@ -7,12 +7,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from engine.kernels.base import Kernels, dequantised_product
-from engine.quantization.config import QuantizationSpec
-from engine.quantization.method import QuantizedLinear
+from engine.quantization.method import ChannelLinear, Pack
+from engine.quantization.spec import QuantizationSpec
 from parallel.linear import LinearMethod, ParallelLinear
 
 
-class Int8Linear(QuantizedLinear):
+class Int8Linear(ChannelLinear):
     """Multiplies on any device, by a weight that is dequantised for each product.
 
     That saves the memory and costs time: `use_kernels` puts a product that reads int8 in its place.
@@ -33,7 +33,7 @@ class Int8Linear(QuantizedLinear):
             layer.weight.data.view(torch.uint8).bitwise_xor_(128)
 
     @override
-    def use_kernels(self, layer: ParallelLinear, kernels: Kernels) -> None:
+    def use_kernels(self, layer: ParallelLinear, kernels: Kernels, pack: Pack) -> None:
         weight, scale = layer.weight, layer.weight_scale
         faster = kernels.int8_linear(weight, scale)
         if faster is None and TorchInt8Linear.supports(weight):

@@ -1,12 +1,14 @@
-"""What the methods of weights in eight bits have in common: w is about weight * scale[:, None].
+"""What the methods of quantised weights have in common, and those of eight bits with a scale for each output.
 
-A layer comes to hold such weights in one of two ways: a quantised checkpoint fills them, or they are made of the
+Such a layer comes to hold such weights in one of two ways: a quantised checkpoint fills them, or they are made of the
 plain weight once that is loaded, which is then freed.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
+from math import gcd
 from typing import ClassVar, Self
 
 import torch
@@ -14,16 +16,54 @@ from torch import Tensor
 from typing_extensions import override
 
 from engine.kernels.base import Kernels
-from engine.quantization.config import QuantizationSpec
+from engine.quantization.spec import QuantizationSpec
 from parallel.group import Group
 from parallel.linear import LinearMethod, ParallelLinear
 from parallel.parameter import ShardedParameter
+from parallel.sharding import Piece
 
+# Makes what multiplies by a plain weight, with the same bits for a row whatever the number of rows where it can.
+Pack = Callable[[Tensor], LinearMethod]
 ROWS = 1024  # of a weight that are in memory in fp32 at a time
 MEETING_TIMEOUT = 300.0  # seconds that ranks wait for each other's largest weights: they load at different speeds
 
 
 class QuantizedLinear(LinearMethod):
+    """A weight that is held in fewer bits than the activations."""
+
+    @abstractmethod
+    def outline(self, layer: ParallelLinear) -> None:
+        """Give `layer` the parameters that it has once it is loaded, if it has not got them yet."""
+
+    @abstractmethod
+    def use_kernels(self, layer: ParallelLinear, kernels: Kernels, pack: Pack) -> None:
+        """Let `layer`, whose method this is, multiply by what `kernels` have for such weights, if anything.
+
+        pack: for what is made plain. Call once, when the parameters are loaded.
+        """
+
+
+def shared_by(size: int, parameter: ShardedParameter, axis: int) -> int:
+    """Return how many neighbours along an axis of this rank's part of a weight share a scale at least.
+
+    size: how many do on disk. Fewer where ranks, or parts, begin or end among them.
+    """
+    sizes = [parameter.full_shape()[axis], parameter.shape[axis]]
+    if parameter.axis == axis:
+        for piece in parameter.pieces:
+            sizes += [piece.full, piece.start, piece.size, piece.offset]
+    return gcd(size, *sizes)
+
+
+def divided(pieces: tuple[Piece, ...], by: int) -> tuple[Piece, ...]:
+    """Return the pieces of what there is one of for so many."""
+    return tuple(
+        Piece(piece.key, piece.full // by, piece.start // by, piece.size // by, piece.offset // by)
+        for piece in pieces
+    )
+
+
+class ChannelLinear(QuantizedLinear):
     """weight [out, in] of `dtype` times scale [out] in fp32, one for each output channel.
 
     limit: the largest number that `dtype` holds. stored: whether the checkpoint holds the weights so.
@@ -49,17 +89,13 @@ class QuantizedLinear(LinearMethod):
         """Multiply by these from now on."""
         self.weight, self.scale = weight, scale
 
-    @abstractmethod
-    def use_kernels(self, layer: ParallelLinear, kernels: Kernels) -> None:
-        """Let `layer`, whose method this is, multiply by what `kernels` have for such weights, if anything."""
-
     @override
     def create(self, layer: ParallelLinear, name: str) -> None:
         if self.stored:
             self.outline(layer)
 
+    @override
     def outline(self, layer: ParallelLinear) -> None:
-        """Give `layer` the parameters that it has once it is loaded."""
         plain = layer.weight
         self._take(layer, ShardedParameter.of(plain.shape, self.dtype, plain.device, plain.axis, plain.pieces))
 

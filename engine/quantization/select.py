@@ -1,11 +1,12 @@
-"""Chooses how the linear layers of a model hold their weights and, once these are loaded, what multiplies by them."""
+"""Chooses how the layers of a model hold their weights and, once these are loaded, what multiplies by them."""
 
 from __future__ import annotations
 
 import logging
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +16,23 @@ from engine.errors import CheckpointError, ConfigError
 from engine.kernels.base import Kernels
 from engine.kernels.onednn import OneDNN, PackedLinear
 from engine.kernels.product_choice import ProductChoice
-from engine.layers.base import Names, checkpoint_names, is_transposed
-from engine.quantization.config import QuantizationSpec
+from engine.layers.base import Names, checkpoint_names, is_stacked, is_transposed
+from engine.layers.mla import HeadProducts
 from engine.quantization.fp8 import LEAST_CAPABILITY, Fp8Linear
+from engine.quantization.fp8_weight import Fp8BlockLinear, Fp8WeightLinear, plain_eight_bits
+from engine.quantization.int4 import Int4Linear, plain_int4
 from engine.quantization.int8 import Int8Linear
-from engine.quantization.method import QuantizedLinear
+from engine.quantization.method import ChannelLinear, QuantizedLinear
+from engine.quantization.nvfp4 import plain_nvfp4
+from engine.quantization.spec import QuantizationSpec
+from engine.quantization.widened import MadePlain
 from parallel.linear import LinearMethod, ParallelLinear, PlainLinear
 
 logger = logging.getLogger(__name__)
 
-METHODS: Mapping[str, type[QuantizedLinear]] = {"fp8": Fp8Linear, "int8": Int8Linear}
+METHODS: Mapping[str, type[ChannelLinear]] = {"fp8": Fp8Linear, "int8": Int8Linear}  # that flags name
+# How plain weights are made of quantised ones.
+MADE_PLAIN = {"fp8": plain_eight_bits, "int8": plain_eight_bits, "int4": plain_int4, "nvfp4": plain_nvfp4}
 
 
 def quantization_of(config: EngineConfig, stored: QuantizationSpec | None) -> QuantizationSpec | None:
@@ -40,26 +48,31 @@ def quantization_of(config: EngineConfig, stored: QuantizationSpec | None) -> Qu
                 "or give the unquantised checkpoint",
                 "quantization",
             )
-        return stored
-    if asked == "compressed-tensors":
+        return _with_plain_activations(stored) if config.device == "cpu" else stored
+    if asked is not None and asked not in METHODS:
         raise ConfigError(
-            "quantization=compressed-tensors: the checkpoint's config.json has no quantization_config; use fp8 or "
+            f"quantization={asked}: the checkpoint's config.json has no quantization_config; use fp8 or "
             "int8, which are made of plain weights as they are loaded",
             "quantization",
         )
     return None if asked is None else QuantizationSpec(asked, asked, stored=False)
 
 
+def _with_plain_activations(spec: QuantizationSpec) -> QuantizationSpec:
+    """Return the spec for a device that has no units for fp8."""
+    return replace(spec, plain_activations=True, others=tuple(map(_with_plain_activations, spec.others)))
+
+
 def check_device(quantization: QuantizationSpec | None, device: str) -> None:
     """Raise `ConfigError` where the weights cannot be multiplied on `device`, which need not be in this machine."""
-    if quantization is not None and quantization.weights == "fp8" and not device.startswith("cuda"):
-        wanted = "the unquantised checkpoint with quantization=int8" if quantization.stored else "quantization=int8"
-        raise ConfigError(f"quantization=fp8 needs a GPU; on device={device} use {wanted}", "quantization")
+    made = quantization is not None and not quantization.stored
+    if quantization is not None and made and quantization.in_fp8 and not device.startswith("cuda"):
+        raise ConfigError(f"quantization=fp8 needs a GPU; on device={device} use quantization=int8", "quantization")
 
 
 def check_capability(quantization: QuantizationSpec | None, device: str) -> None:
     """Raise `ConfigError` where this GPU has no matrix units for fp8."""
-    if quantization is None or quantization.weights != "fp8" or not device.startswith("cuda"):
+    if quantization is None or not quantization.in_fp8 or not device.startswith("cuda"):
         return
     found = torch.cuda.get_device_capability(device)
     if found < LEAST_CAPABILITY:
@@ -86,20 +99,51 @@ def quantize(layers: nn.Module, prefix: str, names: Names, quantization: Quantiz
             "the flag out and give an unquantised checkpoint, or use model_impl=native where there is a family",
             "quantization",
         )
-    for path, linear in _linear_layers(layers, prefix):
+    plain: Counter[str] = Counter()
+    for path, layer in _quantised_layers(layers, prefix):
         found = checkpoint_names(names, path)
-        ignored = [_is_ignored(name, quantization.ignore) for name in found]
-        if not all(ignored) and any(ignored):
+        specs = [quantization.of(name) for name in found]
+        if any(spec != specs[0] for spec in specs):
             raise CheckpointError(
-                f"config.json: quantization_config ignores {found[ignored.index(True)]} or its neighbours in one "
+                f"config.json: quantization_config ignores {found[specs.index(None)]} or its neighbours in one "
                 "product, not all of them; query, key and value are quantised together, and gate and up"
+                if None in specs
+                else f"config.json: quantization_config holds {' and '.join(found)} in unlike ways, and they are one "
+                "product here"
             )
-        if ignored[0]:
+        if (spec := specs[0]) is None:
             continue
-        if quantization.stored and is_transposed(names, path):
-            raise CheckpointError(f"config.json: quantization_config of {found[0]}, a Conv1D, is not supported")
-        linear.method = METHODS[quantization.weights](quantization)
-        linear.method.create(linear, path)
+        if spec.stored and (is_transposed(names, path) or is_stacked(names, path)):
+            kind = "experts in one tensor" if is_stacked(names, path) else "a Conv1D"
+            raise CheckpointError(f"config.json: quantization_config of {found[0]}, {kind}, is not supported")
+        if isinstance(layer, ParallelLinear):
+            layer.method = _method_of(spec, layer)
+            layer.method.create(layer, path)
+            plain.update([spec.weights] if isinstance(layer.method, MadePlain) else [])
+        elif spec.stored:
+            layer.holding = MadePlain(layer.weight, partial(MADE_PLAIN[spec.weights], spec))
+            plain.update([spec.weights])
+    if plain and not _are_outlines(layers):
+        counts = ", ".join(f"{count} layers in {weights}" for weights, count in sorted(plain.items()))
+        logger.info("quantised in the checkpoint, made plain as they are loaded: %s", counts)
+
+
+def _method_of(spec: QuantizationSpec, layer: ParallelLinear) -> LinearMethod:
+    """Return the method of a layer that is not loaded yet."""
+    if spec.weights == "int4":
+        return Int4Linear(spec)
+    if spec.weights == "nvfp4":
+        return MadePlain(layer.weight, partial(plain_nvfp4, spec))
+    if spec.block is not None:
+        return Fp8BlockLinear(spec)
+    if spec.weights == "fp8" and spec.plain_activations:
+        return Fp8WeightLinear(spec)
+    return METHODS[spec.weights](spec)
+
+
+def _are_outlines(layers: nn.Module) -> bool:
+    """Whether the layers are on torch's device `meta`, and nothing will be loaded."""
+    return any(parameter.is_meta for parameter in layers.parameters())
 
 
 def choose_products(model: nn.Module, kernels: Kernels) -> None:
@@ -115,7 +159,7 @@ def choose_products(model: nn.Module, kernels: Kernels) -> None:
     for layer in linear:
         weight, method = layer.weight, layer.method
         if isinstance(method, QuantizedLinear):
-            method.use_kernels(layer, kernels)
+            method.use_kernels(layer, kernels, packing.usual)
         elif isinstance(method, PlainLinear) and weight.device.type == "cpu":
             packed = packing.of(weight)
             if packed is not None:
@@ -136,6 +180,12 @@ class _Packing:
         self._one_dnn = OneDNN()
         self._choices: dict[torch.dtype, ProductChoice] = {}
 
+    def usual(self, weight: Tensor) -> LinearMethod:
+        """Return what multiplies by `weight` wherever it can be packed, for products of which none is measured."""
+        if weight.device.type != "cpu":
+            return PlainLinear(weight)
+        return self._kernels.linear(weight) or self._one_dnn.pack(weight) or PlainLinear(weight)
+
     def of(self, weight: Tensor) -> LinearMethod | None:
         """Return what multiplies by `weight`, None where it cannot be packed."""
         ours = self._kernels.linear(weight)
@@ -147,14 +197,7 @@ class _Packing:
         return ours if choice.fastest(weight, ways) == "ours" else self._one_dnn.pack(weight)
 
 
-def _linear_layers(layers: nn.Module, prefix: str) -> Iterator[tuple[str, ParallelLinear]]:
+def _quantised_layers(layers: nn.Module, prefix: str) -> Iterator[tuple[str, ParallelLinear | HeadProducts]]:
     for inner, module in layers.named_modules():
-        if isinstance(module, ParallelLinear) and module.quantized:
+        if (isinstance(module, ParallelLinear) and module.quantized) or isinstance(module, HeadProducts):
             yield f"{prefix}.{inner}", module
-
-
-def _is_ignored(name: str, ignore: Iterable[str]) -> bool:
-    """Whether `name` is on the list: by name, by a part of it between dots, or by "re:" and a regular expression."""
-    return any(
-        re.match(entry[3:], name) if entry.startswith("re:") else f".{entry}." in f".{name}." for entry in ignore
-    )

@@ -47,7 +47,7 @@ from engine.sampling.sampler import score
 from engine.sampling_params import MAX_LOGPROBS
 from engine.worker.forward import logit_rows
 from engine.worker.graph_sizes import graph_sizes, mixed_sizes
-from parallel.linear import ParallelLinear
+from parallel.linear import ParallelLinear, PlainLinear
 
 
 class LiveBytes(TorchDispatchMode):
@@ -133,7 +133,11 @@ def footprint_of(config: EngineConfig, model: ModelConfig) -> Footprint:
     built = build_blueprint(config, model)
     specs, _ = attention_specs(built.cached, config, META)
     weights = sum(weight.nbytes for weight in built.parameters())
-    inside = [part.weight for part in built.layers.modules() if isinstance(part, ParallelLinear | HeadProducts)]
+    inside = sum(
+        part.weight.numel() * (part.method.numbers if isinstance(part, ParallelLinear) else 1)
+        for part in built.layers.modules()
+        if isinstance(part, ParallelLinear | HeadProducts)
+    )
     no_attention = next((why for spec in specs if (why := _why_no_attention(spec))), None)
     lookup = 0 if built.head.weight is built.table else built.table.nbytes
     dtype = specs[0].cache_dtype
@@ -146,7 +150,7 @@ def footprint_of(config: EngineConfig, model: ModelConfig) -> Footprint:
         weight_bytes=weights + _table_bytes(built),
         step_bytes=0,
         graph_bytes=0,
-        layer_products=sum(weight.numel() for weight in inside),
+        layer_products=inside,
         head_products=built.head.weight.numel(),
         read_bytes=weights - lookup,
         attention=tuple(attention),
@@ -181,7 +185,7 @@ def build_blueprint(config: EngineConfig, model: ModelConfig) -> CausalLM:
         for layer in found.modules():
             if isinstance(layer, ParallelLinear) and isinstance(layer.method, QuantizedLinear):
                 layer.method.outline(layer)
-                layer.method.use_kernels(layer, MetaKernels())
+                layer.method.use_kernels(layer, MetaKernels(), PlainLinear)
             elif isinstance(layer, Experts):
                 layer.use_kernels(MetaKernels())
     return found.requires_grad_(False)

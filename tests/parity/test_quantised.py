@@ -11,10 +11,11 @@ import torch
 from engine.config import EngineConfig
 from engine.loader.checkpoint import open_model
 from engine.loader.weights import load_model
-from engine.quantization.config import QuantizationSpec
 from engine.quantization.fp8 import Fp8Linear
+from engine.quantization.fp8_weight import Fp8WeightLinear
 from engine.quantization.int8 import Int8Linear
 from engine.quantization.select import METHODS, quantization_of, quantize
+from engine.quantization.spec import QuantizationSpec
 from engine.resolve import resolve, resolve_for
 from engine.worker.footprint import footprint_of
 from engine.worker.runner import ModelRunner
@@ -134,7 +135,7 @@ def test_a_compressed_checkpoint_is_read_as_it_is(models, tmp_path, kind):
             "mlp.down": [f"{stem}mlp.down_proj.weight"],
         }.items():
             linear = model.get_submodule(f"layers.{layer}.{target}")
-            assert isinstance(linear.method, Fp8Linear if linear.weight.is_floating_point() else Int8Linear)
+            assert isinstance(linear.method, Fp8WeightLinear if linear.weight.is_floating_point() else Int8Linear)
             found = linear.weight.float() * linear.weight_scale[:, None]
             assert torch.equal(found, torch.cat([meaning[part] for part in parts]))
 

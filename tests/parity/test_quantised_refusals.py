@@ -14,11 +14,13 @@ from engine.errors import CheckpointError, ConfigError
 from engine.loader.checkpoint import open_model
 from engine.loader.weights import load_model
 from engine.quantization import select as quantization
-from engine.quantization.config import QuantizationSpec
+from engine.quantization.spec import QuantizationSpec
 from engine.resolve import resolve_for
 from parallel.group import SoloGroup
 from tests.parity.compressed import DYNAMIC, SCHEMES, compress, edit_config, scheme
 from tests.parity.tiny_models import make
+
+WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
 
 
 @pytest.fixture(scope="module")
@@ -29,19 +31,38 @@ def plain(tmp_path_factory):
     return folder
 
 
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 REFUSED = {
-    "awq": ({"quant_method": "awq", "bits": 4}, ["'awq'"]),
-    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128}, ["'gptq'"]),
-    "blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, ["weight_block_size", "scale per block"]),
-    "w8a8": (scheme("int", "int-quantized", activations=DYNAMIC | {"type": "int"}), ["W8A8", "W8A16"]),
-    "fp8 w8a16": (scheme(activations=None), ["W8A16", "W8A8"]),
-    "groups of weights": (scheme("int", "pack-quantized", strategy="group", activations=None), ["per group"]),
+    "unknown": ({"quant_method": "bitsandbytes"}, ["'bitsandbytes'", "GPTQ and AWQ"]),
+    "gptq 8": (GPTQ | {"bits": 8}, [".bits = 8 of GPTQ"]),
+    "gptq marlin": (GPTQ | {"checkpoint_format": "marlin"}, ["checkpoint_format = 'marlin'"]),
+    "gptq head": (GPTQ | {"lm_head": True}, ["lm_head of GPTQ"]),
+    "gptq mixed": (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 8}}}, ["dynamic", "other bits"]),
+    "gptq groups": (GPTQ | {"group_size": 100}, ["group_size", "100", "multiple of 8"]),
+    "gptq group": (GPTQ | {"group_size": "128"}, ["group_size", "'128'"]),
+    "awq gemv": (AWQ | {"version": "gemv"}, ["version = 'gemv'"]),
+    "awq 8": (AWQ | {"bits": 8}, [".bits = 8 of AWQ"]),
+    "awq symmetric": (AWQ | {"zero_point": False}, ["zero_point = false"]),
+    "blocks": ({"quant_method": "fp8", "weight_block_size": [128]}, ["weight_block_size", "[128]", "[128, 128]"]),
+    "e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, ["fmt = 'e5m2'"]),
+    "modelopt mixed": (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, ["quant_algo = 'MIXED_PRECISION'"]),
+    "modelopt groups": (MODELOPT | {"group_size": 32}, ["group_size = 32 of NVFP4"]),
+    "int8 groups": (scheme("int", "pack-quantized", strategy="group", activations=None), ["8 bits", "per group"]),
     "marlin": (scheme("int", "marlin-24", activations=None), ["marlin-24"]),
-    "nvfp4": (scheme("float", "nvfp4-pack-quantized"), ["nvfp4-pack-quantized"]),
+    "fp8 as nvfp4": (scheme("float", "nvfp4-pack-quantized"), ["nvfp4-pack-quantized"]),
+    "output activations": (
+        scheme(config_groups={"g": {"weights": WEIGHTS, "targets": ["Linear"], "output_activations": DYNAMIC}}),
+        ["output_activations"],
+    ),
+    "embeddings": (scheme(config_groups={"g": {"weights": WEIGHTS, "targets": ["Embedding"]}}), ["Embedding"]),
     "sparse": (scheme(sparsity_config={"format": "sparse-24-bitmask"}), ["sparse"]),
     "rotated": (scheme(transform_config={"config_groups": {"u": {}}}), ["transformed"]),
-    "two groups": (scheme(config_groups={"a": {}, "b": {}}), ["2 groups"]),
+    "empty groups": (scheme(config_groups={"a": {}, "b": {}}), ["no weights are quantised"]),
+    "no groups": (scheme(config_groups={}), ["no group of layers"]),
     "ignore": (scheme(ignore="lm_head"), ["ignore", "must list"]),
+    "expression": (scheme(ignore=["re:(lm_head"]), ["re:(lm_head", "no regular expression"]),
 }
 
 
@@ -68,9 +89,9 @@ STORED = QuantizationSpec("compressed-tensors", "fp8")
     ("asked", "stored", "device", "words"),
     [
         ("fp8", None, "cpu", ["needs a GPU", "quantization=int8"]),
-        (None, STORED, "cpu", ["needs a GPU", "unquantised checkpoint"]),
         ("int8", STORED, "cuda", ["already, by compressed-tensors", "leave the flag out"]),
         ("compressed-tensors", None, "cpu", ["no quantization_config", "fp8 or int8"]),
+        ("gptq", None, "cpu", ["quantization=gptq", "no quantization_config", "fp8 or int8"]),
     ],
 )
 def test_contradictions_are_refused_with_what_works(plain, asked, stored, device, words):

@@ -25,8 +25,8 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import DecoderLayer, DecoderLM, Stack
 from engine.models.llama import LLAMA_NAMES
 from engine.models.registry import FAMILIES
-from engine.quantization.config import QuantizationSpec
 from engine.quantization.select import quantize
+from engine.quantization.spec import QuantizationSpec
 from engine.worker.footprint import footprint_of
 from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup

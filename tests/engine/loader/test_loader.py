@@ -198,7 +198,7 @@ def test_a_tied_head_in_the_file_must_be_the_embedding(saved, folder):
     [
         ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "LlamaForCausalLM"]),
         ({"architectures": None}, ["architectures"]),
-        ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq"]),
+        ({"quantization_config": {"quant_method": "aqlm"}}, ["quantization_config", "aqlm"]),
         ({"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e4, "factor": 4.0}}, ["ntk", "default, linear"]),
         ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, ["short_factor", "8 numbers"]),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "truncate": 3}}, ["truncate", "true or false"]),

@@ -1,4 +1,5 @@
 import json
+import logging
 
 import pytest
 import torch
@@ -66,6 +67,12 @@ def test_a_checkpoint_in_mxfp4_is_the_plain_one_that_it_stands_for(checkpoints):
     plain, packed = map(loaded, checkpoints)
     assert plain.keys() == packed.keys()
     assert all(torch.equal(plain[name], packed[name]) for name in plain)
+
+
+def test_that_experts_are_made_plain_is_told(checkpoints, caplog):
+    with caplog.at_level(logging.INFO):
+        loaded(checkpoints[1])
+    assert "made plain as they are loaded: 6 tensors in MXFP4" in caplog.text
 
 
 def test_scales_that_are_missing_are_named(checkpoints):

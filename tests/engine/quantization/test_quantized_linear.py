@@ -13,10 +13,10 @@ from engine.kernels import compiler
 from engine.kernels.base import LARGEST_E4M3, TorchKernels, quantise_rows
 from engine.kernels.native import NativeInt8Linear, NativeLinear, native_library
 from engine.kernels.onednn import PackedLinear
-from engine.quantization.config import QuantizationSpec
 from engine.quantization.fp8 import Fp8Linear
 from engine.quantization.int8 import Int8Linear, TorchInt8Linear
 from engine.quantization.select import choose_products
+from engine.quantization.spec import QuantizationSpec
 from parallel.group import SoloGroup
 from parallel.linear import ColumnParallelLinear, LinearMethod, MergedColumnParallelLinear, PlainLinear
 from parallel.parameter import ShardedParameter, TensorSource

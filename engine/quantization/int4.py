@@ -1,0 +1,218 @@
+"""Weights in four bits by groups, activations as they are (W4A16): an eighth of what weights in float32 take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from engine.errors import CheckpointError, ConfigError
+from engine.kernels.base import Kernels
+from engine.quantization.awq import Awq
+from engine.quantization.gptq import Gptq
+from engine.quantization.layout import MIDDLE, Layout, dequantised
+from engine.quantization.method import Pack, QuantizedLinear, divided, shared_by
+from engine.quantization.pack_quantized import PackQuantized
+from engine.quantization.spec import FIELD, QuantizationSpec
+from engine.quantization.widened import ReorderedLinear, WidenedProduct, widened_codes
+from parallel.linear import LinearMethod, ParallelLinear
+from parallel.parameter import Recipe, ShardedParameter
+from parallel.sharding import Piece
+
+LEAST_GROUP = 8  # inputs of a rank that share a scale: of fewer the scales would be larger than the codes
+TORCH_GROUPS = (256, 128, 64, 32)
+PACKED_ROWS = 256  # a multiple of 64, which torch packs together
+
+
+def layout_of(spec: QuantizationSpec, ins: int) -> Layout:
+    """Return how a checkpoint holds a weight of so many inputs."""
+    group = spec.group or ins
+    if spec.layout == "awq":
+        return Awq(group)
+    if spec.layout == "pack-quantized":
+        return PackQuantized(group, reordered=spec.reordered, asymmetric=spec.zeros)
+    return Gptq(group, reordered=spec.reordered, less_one=spec.layout == "gptq")
+
+
+def plain_int4(spec: QuantizationSpec, outs: int, ins: int, dtype: torch.dtype) -> Recipe:
+    """Return how a plain weight [out, in] is made of one in four bits."""
+    layout = layout_of(spec, ins)
+    if (reason := layout.why_not(outs, ins)) is not None:
+        raise CheckpointError(f"{FIELD}: a weight [{outs}, {ins}] cannot be stored so: {reason}")
+    codes, scales, zeros = layout.codes(outs, ins), layout.scales(outs, ins), layout.zeros(outs, ins)
+
+    def make(read: Mapping[str, Tensor]) -> Tensor:
+        plain = dequantised(codes.make(read), scales.make(read), zeros.make(read), dtype)
+        if not layout.reordered:
+            return plain
+        made = torch.empty_like(plain)
+        made[:, layout.order(ins).make(read)[0]] = plain
+        return made
+
+    return Recipe({**codes.tensors, **scales.tensors, **zeros.tensors}, make, codes.spare)
+
+
+class Int4Linear(QuantizedLinear):
+    """weight [out, in / 2] of two codes each, weight_scale and weight_zero [out, groups], as `layout` tells.
+
+    Where groups are not of adjacent inputs there is `input_order`, too, [parts, in]: codes are in that order.
+    Multiplies on any device, by a weight that is made plain for each product; `use_kernels` puts a product that reads
+    codes in its place.
+    """
+
+    numbers = 2
+    scaled_by_row = False
+
+    def __init__(self, spec: QuantizationSpec) -> None:
+        self._spec = spec
+        self._group = 0  # inputs that share a scale here; 0 = `create` has not been called
+        self._outs = self._ins = 0
+
+    @override
+    def create(self, layer: ParallelLinear, name: str) -> None:
+        """Raises `CheckpointError` for sizes that are not stored so, `ConfigError` for ones that cannot be split."""
+        plain = layer.weight
+        full = plain.full_shape()
+        layout = self._layout = layout_of(self._spec, full[1])
+        parts = [plain.full_shape(piece.key)[0] for piece in plain.pieces] if plain.axis == 0 else [full[0]]
+        for outs in parts or [full[0]]:
+            if (reason := layout.why_not(outs, full[1])) is not None:
+                raise CheckpointError(f"{FIELD}: {name} cannot be stored so: {reason}")
+        if layout.reordered and plain.axis == 1 and layer.group.size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size={layer.group.size}: the groups of {name} have inputs of all ranks "
+                "(desc_act); use tensor_parallel_size=1, or a checkpoint without desc_act",
+                "tensor_parallel_size",
+            )
+        self._group = shared_by(layout.group, plain, 1)
+        if self._group < LEAST_GROUP:
+            raise ConfigError(
+                f"tensor_parallel_size={layer.group.size}: {name} has {plain.shape[1]} inputs on each rank, which "
+                f"cut groups of {layout.group} into ones of {self._group}; use a smaller tensor_parallel_size",
+                "tensor_parallel_size",
+            )
+        self.outline(layer)
+
+    @override
+    def outline(self, layer: ParallelLinear) -> None:
+        plain = layer.weight
+        if self._outs:
+            return
+        self._outs, self._ins = plain.shape
+        self._dtype = plain.dtype  # of activations
+        self._order: ShardedParameter | None = None
+
+        def parameter(dtype: torch.dtype, shared: int) -> ShardedParameter:
+            pieces = divided(plain.pieces, shared) if plain.axis == 1 else plain.pieces
+            shape = (self._outs, self._ins // shared)
+            return ShardedParameter.of(shape, dtype, plain.device, plain.axis, pieces)
+
+        layer.weight = parameter(torch.uint8, 2)
+        layer.weight_scale = parameter(torch.float32, self._group)
+        layer.weight_zero = parameter(torch.uint8, self._group)
+        if self._layout.reordered:
+            keys = [piece.key for piece in plain.pieces] if plain.axis == 0 else [""]
+            pieces = tuple(Piece(key, 1, 0, 1, at) for at, key in enumerate(keys or [""]))
+            shape = (len(pieces), self._ins)
+            layer.input_order = ShardedParameter.of(shape, torch.int64, plain.device, 0, pieces)
+            self._order = layer.input_order
+        self._hold(layer)
+
+    @override
+    def recipe(self, parameter: str, shape: tuple[int, ...]) -> Recipe | None:
+        outs, layout = shape[0], self._layout
+        if parameter == "weight":
+            return layout.codes(outs, 2 * shape[1])
+        if parameter == "input_order":
+            return layout.order(shape[1])
+        if parameter not in ("weight_scale", "weight_zero"):
+            return None
+        ins = shape[1] * self._group
+        recipe = layout.scales(outs, ins) if parameter == "weight_scale" else layout.zeros(outs, ins)
+        # A rank may hold a part of a group.
+        times = layout.group // self._group
+        return Recipe(recipe.tensors, lambda read: recipe.make(read).repeat_interleave(times, 1), recipe.spare)
+
+    @override
+    def load(self, layer: ParallelLinear) -> None:
+        self._hold(layer)
+        if self._order is not None and not bool((self._order == self._order[:1]).all()):
+            raise CheckpointError(
+                f"{FIELD}: groups of inputs (g_idx) differ between query, key and value, or gate and up, which are "
+                "one product here"
+            )
+
+    def _hold(self, layer: ParallelLinear) -> None:
+        self._codes, self._scale, self._zero = layer.weight, layer.weight_scale, layer.weight_zero
+        self._product = WidenedProduct(self._outs, self._ins)
+
+    @override
+    def use_kernels(self, layer: ParallelLinear, kernels: Kernels, pack: Pack) -> None:
+        held = (layer.weight, layer.weight_scale, layer.weight_zero)
+        faster = kernels.int4_linear(*held)
+        if faster is None and TorchInt4Linear.supports(layer.weight, layer.weight_scale, self._dtype):
+            faster = TorchInt4Linear(*held)
+        if faster is None:
+            self._product = WidenedProduct(self._outs, self._ins, pack)
+            return
+        layer.method = faster if self._order is None else ReorderedLinear(faster, self._order[0].clone())
+        if layer.weight.device.type == "cpu":
+            layer.release_weight(layer.weight_scale, layer.weight_zero)
+
+    @override
+    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self._order is not None:
+            x = x.index_select(1, self._order[0])
+        return self._product.apply(x, bias, widened_codes(self._codes, self._scale, self._zero, x.dtype))
+
+    @override
+    def describe(self) -> str:
+        order = "reordered " if self._order is not None else ""
+        return f"{order}Int4Linear {self._outs}x{self._ins} by {self._group}"
+
+
+class TorchInt4Linear(LinearMethod):
+    """Torch's own product of bfloat16 with four bits, for CPUs that the engine's compiled ones are not written for.
+
+    A row has the same bits whatever the number of rows. Scales are rounded to bfloat16. For float32 torch has a
+    product, too, which takes longer for one row than making the weight plain.
+    """
+
+    def __init__(self, codes: Tensor, scale: Tensor, zero: Tensor) -> None:
+        self._outs = len(codes)
+        self._group = _taken_group(2 * codes.shape[1] // scale.shape[1])
+        times = 2 * codes.shape[1] // scale.shape[1] // self._group
+        # Whole numbers are wanted in int32, eight times as large, so some rows are packed at a time.
+        rows = (torch.stack((part & 0xF, part >> 4), -1).flatten(1).int() for part in codes.split(PACKED_ROWS))
+        self._packed = torch.cat([torch.ops.aten._convert_weight_to_int4pack_for_cpu(part, 1) for part in rows])
+        # Torch's is (code - 8) * scale + offset.
+        offset = (MIDDLE - zero.float()) * scale
+        both = torch.stack((scale, offset), -1).repeat_interleave(times, 1)
+        self._scales = both.transpose(0, 1).to(torch.bfloat16).contiguous()
+
+    @staticmethod
+    def supports(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> bool:
+        """Whether torch multiplies by such a weight, and fast, on this machine."""
+        group = 2 * codes.shape[1] // scale.shape[1]
+        fast = codes.device.type == "cpu" and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+        there = hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
+        return fast and there and dtype is torch.bfloat16 and not len(codes) % 16 and _taken_group(group) > 0
+
+    @override
+    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if not len(x):
+            return x.new_empty(0, self._outs)
+        product = torch.ops.aten._weight_int4pack_mm_for_cpu
+        out: Tensor = product(x.contiguous(), self._packed, self._group, self._scales)
+        return out if bias is None else out.add_(bias)
+
+    @override
+    def describe(self) -> str:
+        return f"TorchInt4Linear by {self._group}"
+
+
+def _taken_group(group: int) -> int:
+    """Return the largest of torch's sizes of groups that a group can be cut into, 0 = none."""
+    return next((size for size in TORCH_GROUPS if group % size == 0), 0)

@@ -1,0 +1,106 @@
+"""How checkpoints hold weights in four bits by groups, and the one form that they are brought into.
+
+That form, of a weight [out, in] whose groups of adjacent inputs share a scale: w = (code - zero) * scale.
+
+    codes  [out, in / 2] uint8, two codes of 0 to 15 in each, that of the even input in the low half
+    scale  [out, groups] float32
+    zero   [out, groups] uint8, 0 to 16
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from parallel.parameter import Recipe, StoredTensor
+
+PER_WORD = 8  # codes of 4 bits in an int32
+MIDDLE = 8  # the zero of a symmetric weight
+INT32 = (torch.int32,)
+SCALES = (torch.float16, torch.bfloat16, torch.float32)
+
+Tensors = Mapping[str, Tensor]
+
+
+class Layout(ABC):
+    """Which tensors hold a layer's weight, and what is to be done with each.
+
+    group: inputs that share a scale. reordered: whether these are not adjacent; then codes, scales and zeros are
+    those of the inputs in the order that `order` returns.
+    """
+
+    def __init__(self, group: int, *, reordered: bool = False) -> None:
+        self.group = group
+        self.reordered = reordered
+
+    def why_not(self, outs: int, ins: int) -> str | None:
+        """Return why no weight of this size is held so, None where one can be."""
+        if ins % PER_WORD:
+            return f"{ins} inputs are no multiple of {PER_WORD}, which lie in one int32"
+        return f"its {ins} inputs are no multiple of group_size = {self.group}" if ins % self.group else None
+
+    @abstractmethod
+    def codes(self, outs: int, ins: int) -> Recipe:
+        """Return how the codes are made: [outs, ins / 2]."""
+
+    @abstractmethod
+    def scales(self, outs: int, ins: int) -> Recipe:
+        """Return how the scales are made: [outs, groups]."""
+
+    @abstractmethod
+    def zeros(self, outs: int, ins: int) -> Recipe:
+        """Return how the zeros are made: [outs, groups]."""
+
+    def order(self, ins: int) -> Recipe:
+        """Return how the order of the inputs is made, where it is another: [1, ins] int64."""
+        raise NotImplementedError(f"{type(self).__name__} keeps the order of inputs")
+
+
+def unpacked(words: Tensor, axis: int) -> Tensor:
+    """Return the codes in int32, the first in the lowest bits: uint8, 8 times as long along `axis`."""
+    found = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))  # bytes of a word, lowest first
+    codes = torch.stack((found & 0xF, found >> 4), dim=-1).flatten(-2)  # [..., words, 8]
+    if axis == 1:
+        return codes.flatten(-2)
+    return codes.permute(0, 2, 1).flatten(0, 1)
+
+
+def halves(codes: Tensor) -> Tensor:
+    """Return codes [out, in] two in a byte, that of the even input in the low half: [out, in / 2]."""
+    return codes[:, 0::2] | codes[:, 1::2] << 4
+
+
+def in_order_of_groups(g_idx: Tensor, group: int) -> Tensor:
+    """Return the inputs by their groups, in their own order within each: [in] int64.
+
+    g_idx: the group of each input. Raises `ValueError` where some group has not `group` inputs.
+    """
+    counts = torch.bincount(g_idx.long().clamp_min(0), minlength=len(g_idx) // group)
+    if g_idx.min() < 0 or len(counts) != len(g_idx) // group or not bool((counts == group).all()):
+        raise ValueError(f"g_idx has no {group} inputs in each of {len(g_idx) // group} groups")
+    return g_idx.argsort(stable=True)
+
+
+def checked(scales: Tensor, name: str) -> Tensor:
+    """Return scales in fp32. Raises `ValueError` where one is no number."""
+    wide = scales.float()
+    if not bool(torch.isfinite(wide).all()):
+        raise ValueError(f"{name} holds a scale that is no finite number")
+    return wide
+
+
+def read_as(name: str, shape: tuple[int, ...] | None, dtypes: tuple[torch.dtype, ...]) -> dict[str, StoredTensor]:
+    """Return what one tensor must be, by its name. shape: None = any."""
+    return {name: StoredTensor(shape, dtypes)}
+
+
+@torch.no_grad()
+def dequantised(codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the plain weight [out, in] of the form above, each rounded once from fp32."""
+    outs, groups = scale.shape
+    whole = torch.stack((codes & 0xF, codes >> 4), dim=-1).view(outs, groups, -1)
+    plain = whole.to(torch.float32).sub_(zero.unsqueeze(-1)).mul_(scale.unsqueeze(-1))
+    return plain.view(outs, -1).to(dtype)

@@ -1,0 +1,123 @@
+"""What a quantised checkpoint, or a flag, says of the linear layers inside a decoder's layers. Needs no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, NoReturn
+
+from engine.errors import CheckpointError
+
+FIELD = "config.json: quantization_config"
+SERVED = (
+    "served are compressed-tensors (int8 per channel, int4 by group, fp8 per tensor, channel and block, NVFP4), fp8 "
+    "with or without weight_block_size, GPTQ and AWQ in 4 bits, modelopt's FP8 and NVFP4, MXFP4 of gpt-oss. Or take "
+    "the unquantised checkpoint with --quantization int8, or fp8 on a GPU"
+)
+LINEAR = "Linear"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationSpec:
+    """How linear layers are held; embeddings and output head stay as they are.
+
+    method: the name of `--quantization`. weights: "fp8" (e4m3), "int8", "int4", or "nvfp4", which is made plain as it
+    is loaded. stored: in the checkpoint, else made as plain weights are loaded. ignore: modules that stay plain, by
+    their names in the checkpoint, parts of these between dots, patterns with *, or "re:" and a regular expression.
+    packed: int8 alone: four in an int32 on disk, counted from -128.
+    plain_activations: fp8 alone: whether only the weights are multiplied in fp8, not the activations.
+    layout: how four bits lie on disk: "pack-quantized", "gptq", "gptq_v2", "awq"; "nvfp4-pack-quantized", "modelopt".
+    group: inputs that share a scale; 0 = all. block: outputs and inputs that share a scale of fp8; None = each output
+    has one, or all share it. scale_name: of scales on disk. zeros: whether compressed-tensors has zero points.
+    reordered: whether groups are of inputs in another order (GPTQ's desc_act).
+    targets: which layers, by name, "re:" and a regular expression, or "Linear" for all. others: specs of others.
+    """
+
+    method: str
+    weights: str
+    stored: bool = True
+    ignore: tuple[str, ...] = ()
+    packed: bool = False
+    plain_activations: bool = False
+    layout: str = ""
+    group: int = 0
+    block: tuple[int, int] | None = None
+    scale_name: str = "weight_scale"
+    zeros: bool = False
+    reordered: bool = False
+    targets: tuple[str, ...] = (LINEAR,)
+    others: tuple[QuantizationSpec, ...] = ()
+
+    @property
+    def all(self) -> tuple[QuantizationSpec, ...]:
+        """This one and the others."""
+        return (self, *self.others)
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether any layer multiplies fp8 by fp8, which matrix units of GPUs do."""
+        return any(each.weights == "fp8" and not each.block and not each.plain_activations for each in self.all)
+
+    @property
+    def in_int8(self) -> bool:
+        """Whether any layer's weights are in int8, which a GPU makes plain for products of many rows."""
+        return any(each.weights == "int8" for each in self.all)
+
+    @property
+    def widened(self) -> bool:
+        """Whether any layer's weights are made plain for each product."""
+        in_fp8 = (bool(each.block) or each.plain_activations for each in self.all if each.weights == "fp8")
+        return any(in_fp8) or any(each.weights == "int4" for each in self.all)
+
+    def of(self, name: str) -> QuantizationSpec | None:
+        """Return what a module of the checkpoint is held by, None where it stays plain."""
+        if any(is_named(name, entry) for entry in self.ignore):
+            return None
+        for spec in self.all:
+            if any(target != LINEAR and fits(name, target) for target in spec.targets):
+                return spec
+        return next((spec for spec in self.all if LINEAR in spec.targets), None)
+
+
+def is_named(name: str, entry: str) -> bool:
+    """Whether an entry of a list of modules names this one, or one that it is part of."""
+    if entry.startswith("re:") or "*" in entry:
+        return fits(name, entry)
+    return f".{entry}." in f".{name}."
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Whether a module has this name; pattern: "re:" and the beginning's regular expression, or with *, or whole."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    return fnmatchcase(name, pattern)
+
+
+def names_in(found: Mapping[str, Any], *fields: str) -> tuple[str, ...]:
+    """Return the first of the lists of names that is there. Raises `CheckpointError` for what is no such list."""
+    names: Any = next((found[field] for field in fields if found.get(field)), [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"{FIELD}: {' or '.join(fields)} must list names of modules, not {names!r}")
+    for name in names:
+        if name.startswith("re:"):
+            try:
+                re.compile(name[3:])
+            except re.error as error:
+                raise CheckpointError(f"{FIELD}: {name!r} is no regular expression: {error}") from None
+    return tuple(names)
+
+
+def group_in(value: Any, field: str = "group_size") -> int:
+    """Return the inputs of a group, 0 = all. Raises `CheckpointError` for what is no number of them."""
+    if value in (None, -1):
+        return 0
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value % 8:
+        raise CheckpointError(f"{FIELD}.{field} must be a multiple of 8, such as 32, 64 or 128, or -1, not {value!r}")
+    return value
+
+
+def refuse(what: str) -> NoReturn:
+    """Raise `CheckpointError` naming what is not implemented, and what is."""
+    raise CheckpointError(f"{FIELD}{what} is not supported; {SERVED}")

@@ -1,0 +1,198 @@
+"""Layers that hold a checkpoint's quantised weights, against exact arithmetic: products, bits, splits, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.errors import CheckpointError, ConfigError
+from engine.kernels.base import GroupedProduct, Kernels, TorchKernels
+from engine.kernels.select import select_kernels
+from engine.layers.base import Build
+from engine.layers.mlp import Gate
+from engine.layers.moe import Experts
+from engine.models.blueprint import BlueprintGroup
+from engine.quantization import widened
+from engine.quantization.fp8_weight import Fp8BlockLinear, Fp8WeightLinear
+from engine.quantization.int4 import Int4Linear, TorchInt4Linear
+from engine.quantization.layout import dequantised
+from engine.quantization.select import choose_products
+from engine.quantization.spec import QuantizationSpec
+from engine.worker.footprint import MetaGroupedProduct
+from parallel.group import SoloGroup
+from parallel.linear import LinearMethod, MergedColumnParallelLinear, RowParallelLinear
+from parallel.parameter import TensorSource
+
+GROUP = SoloGroup()
+INT4 = QuantizationSpec("gptq", "int4", layout="gptq", group=32)
+FP8 = QuantizationSpec("compressed-tensors", "fp8", plain_activations=True)
+BLOCKS = QuantizationSpec("fp8", "fp8", block=(48, 32), scale_name="weight_scale_inv")
+OUTS, INS = 192, 320  # 144 and 48 outputs: blocks of 48, while 64 outputs are made plain at a time
+ROWS = (1, 2, 7, 33, 64, 129)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def filled(spec: QuantizationSpec, dtype: torch.dtype = torch.float32) -> tuple[MergedColumnParallelLinear, Tensor]:
+    """Return a layer of two parts that holds random weights, and what they stand for."""
+    layer = MergedColumnParallelLinear(INS, [OUTS - 48, 48], True, GROUP, dtype)
+    form = {"int4": Int4Linear}.get(spec.weights, Fp8BlockLinear if spec.block else Fp8WeightLinear)
+    layer.method = form(spec)
+    layer.method.create(layer, "layer")
+    generator = torch.Generator().manual_seed(1)
+    for parameter in (layer.weight, layer.weight_scale, getattr(layer, "weight_zero", None), layer.bias):
+        if parameter is None:
+            continue
+        if parameter is getattr(layer, "weight_zero", None):
+            made = torch.randint(0, 17, parameter.shape, generator=generator).to(torch.uint8)
+        elif parameter.dtype is torch.uint8:
+            made = torch.randint(0, 256, parameter.shape, generator=generator).to(torch.uint8)
+        elif parameter.dtype is torch.float8_e4m3fn:
+            made = torch.randn(parameter.shape, generator=generator).mul(40).to(parameter.dtype)
+        else:
+            made = torch.rand(parameter.shape, generator=generator) + 0.5
+        parameter.load(TensorSource(made))
+    layer.method.load(layer)
+    if spec.weights == "int4":
+        whole = dequantised(layer.weight, layer.weight_scale, layer.weight_zero, torch.float64)
+    else:
+        scale = layer.weight_scale.view(len(layer.weight_scale), -1)
+        rows, columns = OUTS // scale.shape[0], INS // scale.shape[1]
+        whole = layer.weight.double() * scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    return layer, whole
+
+
+def kernels_of(name: str, dtype: torch.dtype) -> Kernels:
+    return TorchKernels() if name == "torch" else select_kernels(64, dtype, torch.device("cpu"))
+
+
+SPECS = {"32": INT4, "16": replace(INT4, group=16), "fp8": FP8, "blocks": BLOCKS}
+CASES = [(kind, "native", dtype) for kind in SPECS for dtype in (torch.float32, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("kind", "kernels", "dtype"), [*CASES, ("blocks", "torch", torch.float32)])
+def test_products_are_exact_and_a_row_has_the_same_bits_in_any_company(kind, kernels, dtype, monkeypatch) -> None:
+    monkeypatch.setattr(widened, "PLAIN_WEIGHTS", 64 * INS)
+    spec = SPECS[kind]
+    layer, whole = filled(spec, dtype)
+    choose_products(layer, kernels_of(kernels, dtype))
+    x = normal(140, INS, dtype=dtype)
+    together = layer(x)
+    exact = x.double() @ whole.t() + layer.bias.double()
+    limit = 2**-6 if dtype is torch.bfloat16 else 1e-5
+    assert together.dtype is dtype
+    assert float((together.double() - exact).abs().max()) <= limit * float(exact.abs().max())
+    for rows in ROWS:
+        for start in (0, 140 - rows):
+            assert torch.equal(layer(x[start : start + rows]), together[start : start + rows])
+    assert layer(x[:0]).shape == (0, OUTS)
+
+
+def test_torchs_product_takes_the_place_of_codes_and_holds_no_more_than_they_did() -> None:
+    layer, _ = filled(INT4, torch.bfloat16)
+    before = sum(parameter.nbytes for parameter in layer.parameters())
+    supported = TorchInt4Linear.supports(layer.weight, layer.weight_scale, torch.bfloat16)
+    choose_products(layer, TorchKernels())
+    assert isinstance(layer.method, TorchInt4Linear if supported else Int4Linear)
+    held = sum(parameter.nbytes for parameter in layer.parameters()) + sum(
+        map(Tensor.nbytes.__get__, layer.method.tensors())
+    )
+    assert held <= before if supported else held == 2 * before - layer.bias.nbytes
+
+
+def test_a_kernel_is_given_codes_scales_and_zeros_once() -> None:
+    layer, whole = filled(INT4)
+    given = []
+
+    class Own(LinearMethod):
+        def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+            return torch.nn.functional.linear(x, whole.to(x.dtype), bias)
+
+    class WithInt4(TorchKernels):
+        def int4_linear(self, codes: Tensor, scale: Tensor, zero: Tensor) -> LinearMethod:
+            given.append([(tuple(each.shape), each.dtype) for each in (codes, scale, zero)])
+            return Own()
+
+    choose_products(layer, WithInt4())
+    groups = INS // 32
+    assert given == [
+        [((OUTS, INS // 2), torch.uint8), ((OUTS, groups), torch.float32), ((OUTS, groups), torch.uint8)]
+    ]
+    assert isinstance(layer.method, Own)
+    assert [each.numel() for each in (layer.weight, layer.weight_scale, layer.weight_zero)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("spec", [INT4, BLOCKS, None])
+def test_experts_are_multiplied_at_once_only_by_what_says_all_of_their_weights(spec) -> None:
+    experts = Experts(2, 64, [32, 32], 32, Gate("silu"), Build(GROUP, torch.float32, 8))
+    for layer in [*experts.up.values(), *experts.down.values()] if spec else []:
+        layer.method = Int4Linear(spec) if spec.weights == "int4" else Fp8BlockLinear(spec)
+        layer.method.create(layer, "layer")
+
+    class Grouping(TorchKernels):
+        def grouped_product(self, layers) -> GroupedProduct:
+            return MetaGroupedProduct(len(layers[0].weight))
+
+    experts.use_kernels(Grouping())
+    assert (experts.grouped is None) == (spec is not None)
+
+
+def test_what_rounds_otherwise_is_described_otherwise() -> None:
+    found = [filled(spec)[0].method.describe() for spec in (INT4, replace(INT4, group=16), FP8, BLOCKS)]
+    found += [filled(INT4, torch.bfloat16)[0].method.describe()]
+    layer, _ = filled(INT4, torch.bfloat16)
+    choose_products(layer, TorchKernels())
+    assert len(set(found)) == 4
+    assert not isinstance(layer.method, TorchInt4Linear) or layer.method.describe() not in found
+
+
+def created(spec: QuantizationSpec, ins: int, ranks: int) -> RowParallelLinear:
+    layer = RowParallelLinear(ins, 64, False, BlueprintGroup(ranks), torch.float32)
+    layer.method = Int4Linear(spec) if spec.weights == "int4" else Fp8BlockLinear(spec)
+    layer.method.create(layer, "layers.0.mlp.down")
+    return layer
+
+
+def test_ranks_that_cut_a_group_hold_its_scale_for_their_part() -> None:
+    layer = created(replace(INT4, group=64), 192, 2)
+    assert layer.weight.shape == (64, 48)
+    assert layer.weight_scale.shape == layer.weight_zero.shape == (64, 96 // 32)
+    blocks = created(BLOCKS, 192, 4)
+    assert blocks.weight_scale.shape == (64 // 16, 48 // 16)
+
+
+@pytest.mark.parametrize(
+    ("spec", "ins", "ranks", "error", "words"),
+    [
+        (replace(INT4, reordered=True), 64, 2, ConfigError, ["desc_act", "tensor_parallel_size=1"]),
+        (INT4, 64 * 3 + 8, 1, CheckpointError, ["200 inputs", "group_size = 32"]),
+        (replace(INT4, group=0), 60, 1, CheckpointError, ["60 inputs", "multiple of 8"]),
+        (INT4, 160, 40, ConfigError, ["tensor_parallel_size=40", "4 inputs on each rank"]),
+    ],
+)
+def test_sizes_that_cannot_be_held_so_are_refused_before_anything_is_read(spec, ins, ranks, error, words) -> None:
+    with pytest.raises(error) as refusal:
+        created(spec, ins, ranks)
+    for word in (*words, "layers.0.mlp.down"):
+        assert word in str(refusal.value)
+
+
+def test_which_layers_a_spec_holds() -> None:
+    other = QuantizationSpec("compressed-tensors", "fp8", targets=("re:.*self_attn.*", "model.layers.1.mlp.up_proj"))
+    spec = replace(INT4, ignore=("lm_head", "re:.*layers\\.0\\..*", "*.experts.7.*", "gate"), others=(other,))
+    held = {
+        "model.layers.0.mlp.up_proj": None,
+        "model.layers.1.mlp.up_proj": other,
+        "model.layers.1.mlp.gate_proj": spec,
+        "model.layers.1.mlp.gate": None,
+        "model.layers.2.self_attn.q_proj": other,
+        "model.layers.2.mlp.experts.7.up_proj": None,
+        "model.layers.2.mlp.experts.6.up_proj": spec,
+    }
+    assert {name: spec.of(name) for name in held} == held
+    assert other.of("model.layers.1.mlp.down_proj") is None

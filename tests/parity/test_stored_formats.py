@@ -1,0 +1,93 @@
+"""Quantised checkpoints against transformers in fp32 with the weights that they stand for, on one rank and on two."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine.worker.runner import ModelRunner
+from parallel.group import SoloGroup
+from tests.parity.stepping import Stepper
+from tests.parity.stored_formats import FORMATS, REORDERED, compressed, config, edit, made, oracle, store
+from tests.parity.tiny_models import check_against, oracle_logits, prompts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def check(model, generate):
+    ragged = prompts(2, seed=4)
+    check_against(model, generate(ragged, 4), ragged)
+
+
+def gang(two_ranks, asked):
+    ranks = two_ranks(lambda group: ModelRunner(asked, group))
+
+    def execute(inputs, draws):
+        return two_ranks(lambda group: ranks[group.rank].execute(inputs, None if group.rank else draws))[0]
+
+    return Stepper(SimpleNamespace(model=ranks[0].model, config=ranks[0].config, execute=execute))
+
+
+@pytest.mark.parametrize("kind", [*FORMATS, *REORDERED])
+def test_one_rank_says_what_the_weights_stand_for(models, tmp_path, kind):
+    """Of a model with dense layers and layers of experts."""
+    model, asked = made(models, tmp_path, "qwen3_moe", kind)
+    check(model, Stepper(ModelRunner(asked, SoloGroup())).generate)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_two_ranks_say_the_same(two_ranks, models, tmp_path, kind):
+    model, asked = made(models, tmp_path, "qwen3_moe", kind)
+    check(model, gang(two_ranks, asked).generate)
+
+
+@pytest.mark.parametrize("kind", ["deepseek", "gptq v2", "int8", "fp8 tensor"])
+def test_latent_attention_is_stored_quantised_too(models, tmp_path, kind):
+    """The products of its heads, `kv_b_proj`, are made plain as they are loaded."""
+    model, asked = made(models, tmp_path, "deepseek_v3", kind)
+    check(model, Stepper(ModelRunner(asked, SoloGroup())).generate)
+
+
+def test_experts_that_ranks_hold_whole_may_have_inputs_in_another_order(two_ranks, models, tmp_path):
+    model, asked = made(models, tmp_path, "qwen3_moe", "gptq desc_act", skip=("o_proj", "layers.1.mlp.down_proj"))
+    left = {"-:.*o_proj": {}, "-:.*layers.1.mlp.down_proj": {}}
+    edit(tmp_path / "stored", quantization_config=dict(REORDERED["gptq desc_act"][0]) | {"dynamic": left})
+    asked = replace(asked, tensor_parallel_size=2, enable_expert_parallel=True)
+    check(model, gang(two_ranks, asked).generate)
+
+
+def test_layers_of_one_model_may_be_held_in_unlike_ways(models, tmp_path):
+    """Two groups with targets of their own, and modules that an expression leaves plain."""
+    found, make = FORMATS["int4"]
+    four = found["config_groups"]["group_0"] | {"format": "pack-quantized"}
+    eight = compressed("float", 8, "float-quantized", "channel")["config_groups"]["group_0"]
+    groups = {"a": four, "b": eight | {"targets": ["re:.*self_attn.*"], "format": "float-quantized"}}
+    ignore = ["lm_head", "re:.*layers\\.1\\..*down_proj"]
+
+    def mixed(name, weight):
+        return FORMATS["fp8 channel"][1](weight) if "self_attn" in name else make(weight)
+
+    said = dict(found) | {"config_groups": groups, "ignore": ignore, "format": "mixed-precision"}
+    store(models("llama")[1], tmp_path, said, mixed, ("layers.1.mlp.down_proj",))
+    runner = ModelRunner(config(tmp_path / "stored", dtype="float32"), SoloGroup())
+    check(oracle(tmp_path), Stepper(runner).generate)
+    held = Counter(type(part.method).__name__ for part in runner.model.layers.modules() if hasattr(part, "method"))
+    assert (held["Int4Linear"], held["Fp8WeightLinear"]) == (5, 6)
+
+
+@pytest.mark.parametrize("kind", ["gptq", "fp8 block", "nvfp4"])
+def test_in_bfloat16_a_token_has_the_same_logits_alone_and_in_company(models, tmp_path, kind):
+    model, asked = made(models, tmp_path, "qwen3_moe", kind)
+    runner = ModelRunner(replace(asked, dtype="bfloat16"), SoloGroup())
+    stepper, ragged = Stepper(runner), prompts(3, seed=4)
+    together = stepper.generate(ragged, 3)
+    for sequence, prompt in zip(together, ragged, strict=True):
+        (alone,) = stepper.generate([prompt], 3)
+        assert sequence.tokens == alone.tokens
+        assert torch.equal(torch.stack(sequence.logits), torch.stack(alone.logits))
+        expected = oracle_logits(model, sequence.tokens)[len(prompt) - 1 : -1]
+        assert float((torch.stack(sequence.logits).float() - expected).norm() / expected.norm()) < 0.1
