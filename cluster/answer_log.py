@@ -181,6 +181,10 @@ class AnswerLog:
             self.facts = self._untold = facts
         return self.facts
 
+    def withdraw(self) -> None:
+        """Tell nobody how the answer was begun: another router would go on with it, and nothing was charged."""
+        self._untold = None
+
     def add(self, number: int, chunk: TokenChunk) -> None:
         """Take in what came for request `number` of the call; it is told with what the answer makes of it."""
         fingerprint = None if chunk.fingerprint == self._told_fingerprint else chunk.fingerprint

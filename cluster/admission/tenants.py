@@ -188,6 +188,7 @@ class Visit:
             await self._tenancy.quotas.use_prompt(self.tenant, tokens)
         except ApiError as error:
             self._outcome = error.code
+            self._log.withdraw()
             raise
         self._prompt_tokens = tokens
         self._counts.charge_prompt(tokens)

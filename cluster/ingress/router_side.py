@@ -112,7 +112,8 @@ class _Teller:
         loop = asyncio.get_running_loop()
         while self._log.may_be_elsewhere:
             self._log.spoke()
-            await self._tell({"type": NOTE})
+            # Nothing of the answer goes with it: another router would go on with one that is refused here.
+            await self._send({"type": NOTE, **self._asking()})
             began = loop.time()
             with suppress(TimeoutError):
                 async with asyncio.timeout(TAKES_BACK):
@@ -121,12 +122,13 @@ class _Teller:
                 return
 
     async def _tell(self, message: Message) -> None:
-        beside, self._first = self._first, {}
-        if self._log.may_be_elsewhere:
-            beside[ASKS] = asyncio.get_running_loop().time()
+        beside, self._first = self._first | self._asking(), {}
         if (note := self._log.take()) is not None:
             beside[KEPT] = note
         await self._send({**message, **beside} if beside else message)
+
+    def _asking(self) -> dict[str, Any]:
+        return {ASKS: asyncio.get_running_loop().time()} if self._log.may_be_elsewhere else {}
 
     async def beat(self) -> None:
         """Speak after `BEAT` without a word, and sooner where there is something to be kept. Each `NOTE_AFTER`."""

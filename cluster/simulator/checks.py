@@ -11,7 +11,7 @@ from cluster.admission.keys import OPEN, Tenant
 from cluster.admission.quotas import MINUTE
 from cluster.simulator.answers import GONE, LEFT, WHOLE, Answer, Scene
 from cluster.simulator.fleet import ABSENT, EVER, SPEECH
-from cluster.simulator.history import FREE, LIMITED, Arrive, Leap
+from cluster.simulator.history import FREE, LIMITED, Arrive, Leap, Slow
 from cluster.simulator.lives import ReplicaLife, RouterLife
 from cluster.simulator.network import LATENCY
 from engine.errors import IntegrityError
@@ -255,7 +255,7 @@ def _begins(tokens: dict[int, list[int]], whole: dict[int, list[int]]) -> bool:
 def _explained(world: Scene, answer: Answer, code: str) -> bool:
     """Whether a fault can have led to this end."""
     fleet = world.fleet
-    if code in UNAVAILABLE and was_out(world, answer):
+    if code in UNAVAILABLE and (was_out(world, answer) or _waited_by_a_leapt_clock(world, answer)):
         return True
     if code == DEADLINE_EXCEEDED:
         return answer.asked.timeout is not None
@@ -283,6 +283,14 @@ def _over_quota(world: Scene, answer: Answer, code: str) -> bool:
         or (quota.requests_per_minute is not None and len(others) >= quota.requests_per_minute)
         or (quota.tokens_per_minute is not None and tokens > quota.tokens_per_minute)
     )
+
+
+def _waited_by_a_leapt_clock(world: Scene, answer: Answer) -> bool:
+    """Whether a router's clock leapt, to which the way was slow: what waits there for a first link waits less."""
+    events = world.history.events
+    leapt = {event.process for event in events if isinstance(event, Leap)}
+    slow = {event.router for event in events if isinstance(event, Slow)}
+    return bool(leapt & slow) and (answer.router is None or answer.router.slot in leapt & slow)
 
 
 def was_out(world: Scene, answer: Answer) -> bool:

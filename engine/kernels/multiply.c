@@ -66,6 +66,23 @@ void pack8(const int8_t *weights, int8_t *packed, int64_t outs, int64_t ins) {
     pack_panels(1, (const char *)weights, (char *)packed, outs, ins, sizeof(int8_t));
 }
 
+/* codes [outs][ins / 2], the code of the first of two inputs in the lower bits, to packed, 0 behind the last of outs. */
+void pack4(const uint8_t *codes, uint32_t *packed, int64_t outs, int64_t ins) {
+    const long words = ins / (DEPTH * WORD), panels = (outs + WIDE - 1) / WIDE;
+#pragma omp parallel for
+    for (long panel = 0; panel < panels; panel++)
+        for (long w = 0; w < words; w++)
+            for (long lane = 0; lane < STEP; lane++) {
+                const long out = panel * WIDE + lane / DEPTH;
+                uint32_t word = 0;
+                for (long at = 0; at < WORD && out < outs; at++) {
+                    const long in = (w * WORD + at) * DEPTH + lane % DEPTH;
+                    word |= (uint32_t)(codes[(out * ins + in) / 2] >> in % 2 * 4 & 15) << 4 * at;
+                }
+                packed[(panel * words + w) * STEP + lane] = word;
+            }
+}
+
 /* A band with the panel that begins at output `at`. */
 INLINE void multiply_panel(const int tiled, const int eight, Band band, const Weight *weight, long at) {
     float sums[(BAND + TILE_ROWS) * WIDE];
@@ -132,4 +149,67 @@ void multiply8(const elem *x, int64_t x_stride, const int8_t *packed, const floa
                int64_t rows, int64_t outs, int64_t ins, int64_t threads, int tiles) {
     const Weight weight = {packed, scales, bias, outs, ins};
     multiply_by(1, (Band){x, out, rows, x_stride}, &weight, threads, tiles);
+}
+
+/* As multiply_panel, for a panel in four bits. */
+INLINE void multiply_panel4(const int tiled, const int offset, Band band, const Fours *panel, const elem *bias, long outs,
+                            long wide) {
+    float sums[(BAND + TILE_ROWS) * WIDE];
+    const int few = !tiled && (WIDENS || band.rows <= FEW);
+    const long depth = panel->steps, length = few ? STRIP : WIDE_STRIP;
+    elem wider[WIDE_STRIP * STEP];
+    float room[WIDENS ? MAX_ROWS * STRIP : 1];
+    if (tiled) begin_panel(band.rows);
+    for (long start = 0; start < depth; start += length) {
+        const long steps = depth - start < length ? depth - start : length;
+        const elem *x = band.x + start * DEPTH;
+        int size;
+        if (few) {
+            for (long r = 0; r < band.rows; r += size) {
+                long apart = band.stride;
+                BY_ROWS(band.rows - r, size, {
+                    const input *from = rows_as_input(ROWS, x + r * band.stride, &apart, steps, room);
+                    multiply_rows4(ROWS, offset, from, apart, panel, start, steps, sums + r * WIDE);
+                })
+            }
+            continue;
+        }
+        widen4(offset, panel, start, steps, wider);
+        if (tiled)
+            multiply_tiles(x, band.stride, band.rows, wider, steps, start == 0, sums, 0, 0);
+        else
+            multiply_strip(0, x, band.stride, band.rows, wider, steps, start == 0, sums, 0, 0);
+    }
+    if (tiled) {
+        end_panel();
+        finish_tiles(sums, 0, bias, band.out, band.rows, outs, wide);
+    } else
+        finish(sums, 0, bias, band.out, band.rows, outs, wide);
+}
+
+/* As multiply, with weights of pack4. scales, zeros (0 = all are 8): [ceil(outs / WIDE)][ins / group][WIDE][DEPTH], each
+ * as often as there are inputs in a step; zeros less 8. group: a multiple of DEPTH * WORD, and ins of that. */
+void multiply4(const elem *x, int64_t x_stride, const char *packed, const float *scales, const float *zeros,
+               const elem *bias, elem *out, int64_t rows, int64_t outs, int64_t ins, int64_t group, int64_t threads,
+               int tiles) {
+    const int tiled = by_tiles(ins, tiles);
+    const long size = band_of(rows, tiled ? TILE_ROWS : MAX_ROWS), bands = (rows + size - 1) / size;
+    const long depth = ins / DEPTH, of_groups = ins / group * STEP;
+#pragma omp parallel for collapse(2) schedule(static) num_threads(team(rows * outs * ins, WORTH, threads))
+    for (long b = 0; b < bands; b++)
+        for (long at = 0; at < outs; at += WIDE) {
+            const long row = b * size, left = rows - row, panel = at / WIDE, wide = outs - at < WIDE ? outs - at : WIDE;
+            const Band band = {x + row * x_stride, out + row * outs + at, left < size ? left : size, x_stride};
+            const Fours fours = {packed + panel * depth / WORD * WORD_BYTES, scales + panel * of_groups,
+                                 zeros ? zeros + panel * of_groups : 0, depth, group / DEPTH};
+            const elem *own = bias ? bias + at : 0;
+            if (tiled && zeros)
+                multiply_panel4(1, 1, band, &fours, own, outs, wide);
+            else if (tiled)
+                multiply_panel4(1, 0, band, &fours, own, outs, wide);
+            else if (zeros)
+                multiply_panel4(0, 1, band, &fours, own, outs, wide);
+            else
+                multiply_panel4(0, 0, band, &fours, own, outs, wide);
+        }
 }

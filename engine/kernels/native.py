@@ -13,92 +13,11 @@ from typing_extensions import override
 
 from engine.kernels.base import TorchKernels
 from engine.kernels.compiler import load_library
+from engine.kernels.native_linear import NativeInt4Linear, NativeInt8Linear, NativeLinear
 from engine.kernels.recurrent import StateRows
 from parallel.linear import LinearMethod
 
 SOURCES = ("attention.c", "elementwise.c", "multiply.c", "recurrent.c")
-
-WIDE = 64  # outputs of one panel of packed weights, as in multiply.c
-
-
-class NativeLinear(LinearMethod):
-    """The weight packed once into panels; it does not keep the weight it was made from.
-
-    A row has the same bits whatever the number of rows, and no row count needs a preparation of its own.
-    """
-
-    def __init__(self, library: ctypes.CDLL, weight: Tensor, threads: int) -> None:
-        self._outs, self._ins = weight.shape
-        self._packed = torch.empty(-(-self._outs // WIDE) * WIDE * self._ins, dtype=weight.dtype)
-        plain = weight.contiguous()  # in a name of its own: a copy must outlive the call
-        library.pack(plain.data_ptr(), self._packed.data_ptr(), self._outs, self._ins)
-        self._address = self._packed.data_ptr()
-        self._multiply = library.multiply
-        self._threads = threads
-        self._tiles = library.may_multiply_by_tiles()
-
-    @staticmethod
-    def supports(library: ctypes.CDLL, weight: Tensor) -> bool:
-        """Whether `library` can pack `weight`: inputs may be taken in pairs."""
-        return bool(weight.shape[1] % library.packing_depth() == 0)
-
-    @override
-    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        _check(x, self._ins, self._packed.dtype)
-        rows = len(x)
-        out = x.new_empty(rows, self._outs)
-        offsets = None if bias is None else bias.data_ptr()
-        sizes = (rows, self._outs, self._ins, self._threads, self._tiles)
-        self._multiply(x.data_ptr(), x.stride(0), self._address, offsets, out.data_ptr(), *sizes)
-        return out
-
-    @override
-    def describe(self) -> str:
-        return f"NativeLinear {self._outs}x{self._ins}{' by tiles' if self._tiles else ''}"
-
-
-class NativeInt8Linear(LinearMethod):
-    """Weights in int8 with a scale per output, packed once into panels; it does not keep what it was made from.
-
-    dtype: of the activations. A row has the same bits whatever the number of rows: those of the sums in fp32 of
-    x and the whole numbers, times the scale.
-    """
-
-    def __init__(self, library: ctypes.CDLL, weight: Tensor, scale: Tensor, dtype: torch.dtype, threads: int) -> None:
-        self._outs, self._ins = weight.shape
-        self._dtype = dtype
-        padded = -(-self._outs // WIDE) * WIDE
-        self._packed = torch.empty(padded * self._ins, dtype=torch.int8)
-        self._scales = torch.zeros(padded)
-        self._scales[: self._outs] = scale
-        plain = weight.contiguous()
-        library.pack8(plain.data_ptr(), self._packed.data_ptr(), self._outs, self._ins)
-        self._addresses = self._packed.data_ptr(), self._scales.data_ptr()
-        self._multiply = library.multiply8
-        self._threads = threads
-        self._tiles = library.may_multiply_by_tiles()
-
-    @staticmethod
-    def supports(library: ctypes.CDLL, weight: Tensor) -> bool:
-        """Whether `library` can pack int8 `weight`: inputs may be taken in pairs."""
-        return bool(weight.shape[1] % library.packing_depth() == 0)
-
-    @override
-    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        _check(x, self._ins, self._dtype)
-        out = x.new_empty(len(x), self._outs)
-        offsets = None if bias is None else bias.data_ptr()
-        sizes = (len(x), self._outs, self._ins, self._threads, self._tiles)
-        self._multiply(x.data_ptr(), x.stride(0), *self._addresses, offsets, out.data_ptr(), *sizes)
-        return out
-
-
-def _check(x: Tensor, width: int, dtype: torch.dtype) -> None:
-    """Raise `ValueError` for rows that C would read past the end of."""
-    if x.shape[1] != width or x.dtype is not dtype or x.stride(1) != 1:
-        wanted = f"[rows, {width}] of {dtype} with adjacent features"
-        raise ValueError(f"x is {list(x.shape)} of {x.dtype} with strides {x.stride()}; {wanted} is multiplied here")
-
 
 LANES = 16  # elements of a vector: what sizes must be multiples of
 MOST_TAPS = 8  # of a short convolution, as in recurrent.c
@@ -118,6 +37,7 @@ def why_not_native(head_dim: int, dtype: torch.dtype, device: torch.device) -> s
 
 NAMES = (
     *("rms_norm", "norm_rotate", "silu_gate", "gelu_gate", "attend", "pack", "multiply", "pack8", "multiply8"),
+    *("pack4", "multiply4"),
     *("short_conv", "unit_heads", "outer_product_state"),
 )
 
@@ -148,6 +68,8 @@ def native_library(
         library.multiply.argtypes = (c_void_p, c_int64, *(c_void_p,) * 3, *(c_int64,) * 4, c_int)
         library.pack8.argtypes = (c_void_p,) * 2 + (c_int64,) * 2
         library.multiply8.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, *(c_int64,) * 4, c_int)
+        library.pack4.argtypes = (c_void_p,) * 2 + (c_int64,) * 2
+        library.multiply4.argtypes = (c_void_p, c_int64, *(c_void_p,) * 5, *(c_int64,) * 5, c_int)
         library.short_conv.argtypes = (c_void_p, c_int64, *(c_void_p,) * 7, *(c_int64,) * 5)
         library.unit_heads.argtypes = (c_void_p, c_int64, c_void_p, *(c_int64,) * 3, c_float, c_float, c_int64)
         library.outer_product_state.argtypes = (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 7, *(c_int64,) * 7)
@@ -191,6 +113,12 @@ class NativeKernels(TorchKernels):
         if not NativeInt8Linear.supports(self._library, weight):
             return None
         return NativeInt8Linear(self._library, weight, scale, self._dtype, self._threads)
+
+    @override
+    def int4_linear(self, codes: Tensor, scale: Tensor, zero: Tensor) -> LinearMethod | None:
+        if not NativeInt4Linear.supports(self._library, codes, scale):
+            return None
+        return NativeInt4Linear(self._library, codes, scale, zero, self._dtype, self._threads)
 
     @override
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -5,7 +5,20 @@ Where the name of one has a second part, it says what holds since.
 
 from __future__ import annotations
 
-from cluster.simulator.history import Arrive, Cut, Drain, EngineDies, History, Kill, Leap, LetGo, Partition, Stop
+from cluster.admission.keys import Quota
+from cluster.simulator.history import (
+    Arrive,
+    Cut,
+    Drain,
+    EngineDies,
+    History,
+    Kill,
+    Leap,
+    LetGo,
+    Partition,
+    Slow,
+    Stop,
+)
 
 FAILED: dict[str, History] = {
     "a request came while the last replica left and others were expected back: 500, a division by zero": History(
@@ -180,6 +193,33 @@ FAILED: dict[str, History] = {
             Leap(at=0.2294, process="router-0", seconds=40.0),
             Arrive(at=0.8232, seed=745886027, prompt=2, tokens=1),
             Stop(at=1.1443, process="router-0", seconds=8.0),
+        ),
+    ),
+    "a router in doubt refused a prompt and died before that was told: its successor let it in": History(
+        seed=900089227,
+        routers=2,
+        replicas=1,
+        ingress=True,
+        quota=Quota(requests_per_minute=3, tokens_per_minute=30, max_concurrent=2),
+        events=(
+            Arrive(at=0.0156, seed=261282677, prompt=2, tokens=1, router=1, stream=False),
+            Arrive(at=0.2359, seed=625720358, prompt=2, tokens=1),
+            Arrive(at=0.2527, seed=267446669, prompt=2, tokens=1),
+            Leap(at=0.6824, process="router-1", seconds=40.0),
+            Arrive(at=0.9577, seed=930149331, prompt=60, tokens=1, limited=True),
+            Kill(at=1.3178, process="router-1", back=0.5),
+        ),
+    ),
+    "a router had no link yet, for the way was slow, and its clock leapt: 503 before its time was over": History(
+        seed=900082724,
+        routers=2,
+        replicas=1,
+        seats=3,
+        scaling=(1, 3),
+        events=(
+            Slow(at=0.4447, router="router-1", replica="replica-0", delay=0.5, seconds=0.6),
+            Arrive(at=0.9631, seed=189510284, prompt=2, tokens=1, router=1),
+            Leap(at=1.0245, process="router-1", seconds=0.5),
         ),
     ),
 }

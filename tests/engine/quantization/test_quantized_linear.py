@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.kernels import compiler
 from engine.kernels.base import LARGEST_E4M3, TorchKernels, quantise_rows
-from engine.kernels.native import NativeInt8Linear, NativeLinear, native_library
+from engine.kernels.native import native_library
+from engine.kernels.native_linear import NativeInt8Linear, NativeLinear
 from engine.kernels.onednn import PackedLinear
 from engine.quantization.fp8 import Fp8Linear
 from engine.quantization.int8 import Int8Linear, TorchInt8Linear

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from engine.errors import CheckpointError, ConfigError
+from engine.kernels import compiler
 from engine.kernels.base import GroupedProduct, Kernels, TorchKernels
+from engine.kernels.native import native_library
+from engine.kernels.native_linear import NativeInt4Linear, NativeLinear
 from engine.kernels.select import select_kernels
 from engine.layers.base import Build
 from engine.layers.mlp import Gate
@@ -91,6 +94,31 @@ def test_products_are_exact_and_a_row_has_the_same_bits_in_any_company(kind, ker
         for start in (0, 140 - rows):
             assert torch.equal(layer(x[start : start + rows]), together[start : start + rows])
     assert layer(x[:0]).shape == (0, OUTS)
+
+
+@pytest.mark.parametrize("isa", [compiler.NATIVE, *compiler.isas()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("outs", "ins", "group", "zeros"), [(96, 64, 32, True), (200, 384, 128, False)])
+def test_four_bits_multiply_as_the_weights_that_they_stand_for(monkeypatch, isa, dtype, outs, ins, group, zeros):
+    """Bit for bit, with every instruction set that this CPU can be taken for."""
+    monkeypatch.setenv(compiler.ISA_VARIABLE, isa)
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (outs, ins // 2), generator=generator).to(torch.uint8)
+    scale = torch.rand(outs, ins // group, generator=generator)
+    zero = torch.full((outs, ins // group), 8, dtype=torch.uint8)
+    if zeros:
+        zero = torch.randint(0, 17, zero.shape, generator=generator).to(torch.uint8)
+    library, single = native_library(64, dtype), native_library(64, torch.float32)
+    if library is None or single is None:
+        pytest.skip("there is no compiler")
+    method = NativeInt4Linear(library, codes, scale, zero, dtype, threads=2)
+    widens = dtype is torch.bfloat16 and library.packing_depth() == 1
+    as_plain, by = (torch.float32, single) if widens else (dtype, library)
+    plain = NativeLinear(by, dequantised(codes, scale, zero, as_plain), threads=2)
+    bias = normal(outs, dtype=dtype)
+    for rows in (1, 2, 5, 13, 40, 300):
+        x = normal(rows, ins, dtype=dtype)
+        assert torch.equal(method.apply(x, bias), plain.apply(x.to(as_plain), bias.to(as_plain)).to(dtype))
 
 
 def test_torchs_product_takes_the_place_of_codes_and_holds_no_more_than_they_did() -> None:

@@ -1,0 +1,149 @@
+"""Products with weights packed once for this CPU, of the dtype of the activations or narrower (multiply.c)."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from parallel.linear import LinearMethod
+
+WIDE = 64  # outputs of one panel of packed weights, as in multiply.c
+MIDDLE = 8  # of codes of four bits
+
+
+class NativeLinear(LinearMethod):
+    """The weight packed once into panels; it does not keep the weight it was made from.
+
+    A row has the same bits whatever the number of rows, and no row count needs a preparation of its own.
+    """
+
+    def __init__(self, library: ctypes.CDLL, weight: Tensor, threads: int) -> None:
+        self._outs, self._ins = weight.shape
+        self._packed = torch.empty(-(-self._outs // WIDE) * WIDE * self._ins, dtype=weight.dtype)
+        plain = weight.contiguous()  # in a name of its own: a copy must outlive the call
+        library.pack(plain.data_ptr(), self._packed.data_ptr(), self._outs, self._ins)
+        self._address = self._packed.data_ptr()
+        self._multiply = library.multiply
+        self._threads = threads
+        self._tiles = library.may_multiply_by_tiles()
+
+    @staticmethod
+    def supports(library: ctypes.CDLL, weight: Tensor) -> bool:
+        """Whether `library` can pack `weight`: inputs may be taken in pairs."""
+        return bool(weight.shape[1] % library.packing_depth() == 0)
+
+    @override
+    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        _check(x, self._ins, self._packed.dtype)
+        rows = len(x)
+        out = x.new_empty(rows, self._outs)
+        offsets = None if bias is None else bias.data_ptr()
+        sizes = (rows, self._outs, self._ins, self._threads, self._tiles)
+        self._multiply(x.data_ptr(), x.stride(0), self._address, offsets, out.data_ptr(), *sizes)
+        return out
+
+    @override
+    def describe(self) -> str:
+        return f"NativeLinear {self._outs}x{self._ins}{' by tiles' if self._tiles else ''}"
+
+
+class NativeInt8Linear(LinearMethod):
+    """Weights in int8 with a scale per output, packed once into panels; it does not keep what it was made from.
+
+    dtype: of the activations. A row has the same bits whatever the number of rows: those of the sums in fp32 of
+    x and the whole numbers, times the scale.
+    """
+
+    def __init__(self, library: ctypes.CDLL, weight: Tensor, scale: Tensor, dtype: torch.dtype, threads: int) -> None:
+        self._outs, self._ins = weight.shape
+        self._dtype = dtype
+        padded = -(-self._outs // WIDE) * WIDE
+        self._packed = torch.empty(padded * self._ins, dtype=torch.int8)
+        self._scales = torch.zeros(padded)
+        self._scales[: self._outs] = scale
+        plain = weight.contiguous()
+        library.pack8(plain.data_ptr(), self._packed.data_ptr(), self._outs, self._ins)
+        self._addresses = self._packed.data_ptr(), self._scales.data_ptr()
+        self._multiply = library.multiply8
+        self._threads = threads
+        self._tiles = library.may_multiply_by_tiles()
+
+    @staticmethod
+    def supports(library: ctypes.CDLL, weight: Tensor) -> bool:
+        """Whether `library` can pack int8 `weight`: inputs may be taken in pairs."""
+        return bool(weight.shape[1] % library.packing_depth() == 0)
+
+    @override
+    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        _check(x, self._ins, self._dtype)
+        out = x.new_empty(len(x), self._outs)
+        offsets = None if bias is None else bias.data_ptr()
+        sizes = (len(x), self._outs, self._ins, self._threads, self._tiles)
+        self._multiply(x.data_ptr(), x.stride(0), *self._addresses, offsets, out.data_ptr(), *sizes)
+        return out
+
+
+class NativeInt4Linear(LinearMethod):
+    """Weights of four bits, (code - zero) * scale by groups of inputs; see `Kernels.int4_linear` for what they are.
+
+    dtype: of the activations. The results are those of `NativeLinear` with the weights that these stand for, rounded
+    to the dtype, bit for bit; on a CPU without dot products of bfloat16 they are not rounded to bfloat16.
+    """
+
+    def __init__(
+        self, library: ctypes.CDLL, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype, threads: int
+    ) -> None:
+        self._outs, self._ins = codes.shape[0], 2 * codes.shape[1]
+        self._group = self._ins // scale.shape[1]
+        self._dtype = dtype
+        padded = -(-self._outs // WIDE) * WIDE
+        self._packed = torch.empty(padded * self._ins // 8, dtype=torch.int32)
+        plain = codes.contiguous()
+        library.pack4(plain.data_ptr(), self._packed.data_ptr(), self._outs, self._ins)
+        depth = library.packing_depth()
+        self._scales = _in_lanes(scale, padded, depth)
+        # Codes are counted from 8: where all zeros are 8, there is nothing to subtract.
+        self._zeros = None if bool((zero == MIDDLE).all()) else _in_lanes(zero.float() - MIDDLE, padded, depth)
+        zeros = None if self._zeros is None else self._zeros.data_ptr()
+        self._addresses = self._packed.data_ptr(), self._scales.data_ptr(), zeros
+        self._multiply = library.multiply4
+        self._threads = threads
+        self._tiles = library.may_multiply_by_tiles()
+
+    @staticmethod
+    def supports(library: ctypes.CDLL, codes: Tensor, scale: Tensor) -> bool:
+        """Whether `library` can pack such a weight: a word of eight codes has inputs of one group."""
+        return bool(2 * codes.shape[1] // scale.shape[1] % (8 * library.packing_depth()) == 0)
+
+    @override
+    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        _check(x, self._ins, self._dtype)
+        out = x.new_empty(len(x), self._outs)
+        offsets = None if bias is None else bias.data_ptr()
+        sizes = (len(x), self._outs, self._ins, self._group, self._threads, self._tiles)
+        self._multiply(x.data_ptr(), x.stride(0), *self._addresses, offsets, out.data_ptr(), *sizes)
+        return out
+
+    @override
+    def describe(self) -> str:
+        tiles = " by tiles" if self._tiles else ""
+        return f"NativeInt4Linear {self._outs}x{self._ins} in groups of {self._group}{tiles}"
+
+
+def _in_lanes(of_groups: Tensor, padded: int, depth: int) -> Tensor:
+    """Return [out, groups] in fp32 as C reads it: [padded / WIDE, groups, WIDE, depth], 0 behind the last output."""
+    outs, groups = of_groups.shape
+    lanes = of_groups.new_zeros(padded, groups, dtype=torch.float32)
+    lanes[:outs] = of_groups
+    by_panel = lanes.view(-1, WIDE, groups).transpose(1, 2)[..., None]
+    return by_panel.expand(-1, -1, -1, depth).contiguous()
+
+
+def _check(x: Tensor, width: int, dtype: torch.dtype) -> None:
+    """Raise `ValueError` for rows that C would read past the end of."""
+    if x.shape[1] != width or x.dtype is not dtype or x.stride(1) != 1:
+        wanted = f"[rows, {width}] of {dtype} with adjacent features"
+        raise ValueError(f"x is {list(x.shape)} of {x.dtype} with strides {x.stride()}; {wanted} is multiplied here")

@@ -1,0 +1,99 @@
+/* Panels of weights in four bits, each (code - zero) * scale, where a group of inputs shares scale and zero.
+ *
+ * They multiply as the weights do that they stand for, in the dtype of x, to the same bits; where bfloat16 is widened to
+ * fp32 (panel_rows.h) they are not rounded to bfloat16 first. Included by panels.h.
+ *
+ * Packed: for WORD steps of a panel, [WIDE * DEPTH / LANES] vectors of words of 32 bits, a code of each step in each word,
+ * that of the first in the lowest bits. Lanes are outputs; where a step is two inputs, [outputs][2], as a step of the
+ * plain panel. Scales and zeros are in lanes likewise, [groups][WIDE * DEPTH].
+ */
+
+#define WORD 8                      /* codes of a word, each of another step */
+#define LANE_VECS (WIDE * DEPTH / LANES)
+#define WORD_BYTES (STEP * WORD / 2) /* of a panel, for WORD steps */
+#define MOST_COLS 4                 /* vectors of outputs at a time: their words are in registers, too */
+#define FAR 4096                    /* bytes ahead that weights are fetched */
+
+typedef struct {
+    const char *words;    /* of a panel */
+    const float *scales;  /* of a panel, [groups][STEP] */
+    const float *zeros;   /* likewise, less the 8 that codes are counted from; 0 = all 0 */
+    long steps, per_group; /* of the panel, of a group */
+} Fours;
+
+/* code - 8 of step `at` of a word. */
+INLINE vec fours(uvec words, int at) {
+#if LANES == 16
+    static const float numbers[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+    return (vec)_mm512_permutexvar_ps((__m512i)(words >> (4 * at)), _mm512_loadu_ps(numbers)); /* by the lowest bits */
+#else
+    return __builtin_convertvector(((ivec)(words << (28 - 4 * at)) >> 28) ^ -8, vec);
+#endif
+}
+
+/* The weights of vector v of outputs in step `at`. words: of the vector's LANES * DEPTH lanes. */
+INLINE run weights_of(const int offset, const uvec *words, int at, const float *scales, const float *zeros) {
+    vec found[DEPTH];
+    for (int d = 0; d < DEPTH; d++) {
+        const vec code = fours(words[d], at);
+        found[d] = (offset ? code - get_float(zeros + d * LANES) : code) * get_float(scales + d * LANES);
+    }
+#if DEPTH == 2
+    return (run)_mm512_cvtne2ps_pbh((__m512)found[1], (__m512)found[0]);
+#else
+    return found[0];
+#endif
+}
+
+INLINE void get_words(const char *from, uvec *words) {
+    for (int d = 0; d < DEPTH; d++) {
+        __builtin_prefetch(from + d * BYTES + FAR, 0, 2);
+        memcpy(words + d, from + d * BYTES, BYTES);
+    }
+}
+
+/* sums [rows][WIDE] (from 0 if `start` is 0) += x [rows][stride] times `steps` from step `start` of the panel on. */
+INLINE void multiply_rows4(const int rows, const int offset, const input *x, long stride, const Fours *panel, long start,
+                           long steps, float *sums) {
+    const int cols = columns(rows) < MOST_COLS ? columns(rows) : MOST_COLS;
+    for (int c = 0; c < VECS; c += cols) {
+        vec sum[MAX_ROWS][VECS];
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < cols; v++) sum[r][v] = start ? get_float(sums + r * WIDE + (c + v) * LANES) : splat(0);
+        for (long k = 0; k < steps; k += WORD) {
+            const long group = (start + k) / panel->per_group * STEP + c * RUN;
+            const char *from = panel->words + (start + k) / WORD * WORD_BYTES + c * RUN * 4;
+            uvec words[MOST_COLS][DEPTH];
+#pragma GCC unroll 8
+            for (int v = 0; v < cols; v++) get_words(from + v * RUN * 4, words[v]);
+#pragma GCC unroll 8
+            for (int at = 0; at < WORD; at++)
+#pragma GCC unroll 8
+                for (int v = 0; v < cols; v++) {
+                    const long lane = group + v * RUN;
+                    const run weights = weights_of(offset, words[v], at, panel->scales + lane, panel->zeros + lane);
+#pragma GCC unroll 8
+                    for (int r = 0; r < rows; r++)
+                        sum[r][v] = times(x + r * stride + (k + at) * DEPTH, weights, sum[r][v]);
+                }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < cols; v++) put_float(sums + r * WIDE + (c + v) * LANES, sum[r][v]);
+    }
+}
+
+/* The plain strip of `steps` from step `start` of a panel on. */
+INLINE void widen4(const int offset, const Fours *panel, long start, long steps, elem *strip) {
+    for (long k = 0; k < steps; k += WORD) {
+        const long group = (start + k) / panel->per_group * STEP;
+        const char *words = panel->words + (start + k) / WORD * WORD_BYTES;
+        for (int v = 0; v < VECS; v++) {
+            uvec word[DEPTH];
+            get_words(words + v * RUN * 4, word);
+#pragma GCC unroll 8
+            for (int at = 0; at < WORD; at++)
+                put_weights(strip + (k + at) * STEP + v * RUN,
+                            weights_of(offset, word, at, panel->scales + group + v * RUN, panel->zeros + group + v * RUN));
+        }
+    }
+}
