@@ -73,10 +73,13 @@ class ThreadShare:
         return frozenset() if self._claim is None else self._claim.cpus
 
     def bind_thread(self) -> None:
-        """Let the calling thread, and the team that computes with it, run on this rank's CPUs alone from now on.
+        """Let the calling thread compute with a team of this rank's size, on its CPUs alone where it has claimed any.
 
         Threads that it starts later run there as well. Costs nothing where it is so already.
         """
+        # Each thread has a number of its own in OpenMP, at first that of the environment as OpenMP was loaded: torch
+        # hands it the process's when it is asked for that.
+        torch.get_num_threads()
         if self._claim is not None and _here.cpus is not self._claim.cpus:
             _here.before = unbound_cpus()
             _here.cpus = self._claim.cpus

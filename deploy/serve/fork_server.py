@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from deploy.serve.worker_shim import ADDRESS, ONE_THREAD, RAYLET, RAYS_OWN
+from cluster.replica.orphans import RAYLET
+from deploy.serve.forked_workers import ONE_THREAD
+from deploy.serve.worker_shim import ADDRESS, RAYS_OWN
 
 SHIM = Path(__file__).with_name("worker_shim.py")
 SOCKET = "forks"
@@ -30,7 +32,7 @@ START_RAYLET = "start_raylet"  # a method of Ray's node
 class ForkServer:
     """The process, and the folder of its socket. Made in the main thread: it ends with the thread that started it.
 
-    It ends as well with the Ray node whose workers it forks. `close` can be called twice.
+    It ends as well with the Ray node whose workers it forks. `close` can be called twice. pid: its process id.
     """
 
     def __init__(self) -> None:
@@ -45,12 +47,17 @@ class ForkServer:
             start_new_session=True,  # Ctrl-C is for the command
         )
 
+        self.pid = self._process.pid
+
     @contextmanager
     def forks(self) -> Iterator[None]:
         """While entered, a Ray node that this process starts has its workers forked."""
         # Not with this file: the server starts before its command imports Ray.
         node_class = import_module("ray._private.node").Node
-        before: Callable[..., Any] = getattr(node_class, START_RAYLET)
+        before: Callable[..., Any] | None = getattr(node_class, START_RAYLET, None)
+        if before is None:  # another Ray: it starts its workers itself
+            yield
+            return
 
         def start_raylet(node: Any, *args: Any, **more: Any) -> Any:
             parameters = node._ray_params
@@ -70,12 +77,6 @@ class ForkServer:
             yield
         finally:
             setattr(node_class, START_RAYLET, before)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _tell(self, raylet: int) -> None:
         """Tell the process id of Ray's node, and the environment that its workers come to have."""

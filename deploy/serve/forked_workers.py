@@ -26,7 +26,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from deploy.serve.worker_shim import ONE_THREAD, RAYLET
+from cluster.replica.orphans import RAYLET
+from deploy.serve.worker_shim import DO, WILL
 
 WITHOUT_RAY = (
     "aiohttp",
@@ -56,12 +57,20 @@ WITH_RAY = (
     "cluster.replica.host",
     "cluster.replica.worker_group",
 )
+# Read by OpenMP, OpenBLAS and Arrow's allocator as they are loaded: there must be but one thread, as none survives a
+# fork. A worker has values of its own; a rank sets its own number of threads.
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+}
 JOB = "RAY_JOB_ID"  # environment variable of Ray's workers
 ANY_JOB = "ffffffff"  # of a worker that is told its job with its first task
 # What a worker's environment may have of its own: set for each, and none but the job is read as Ray is loaded.
 OWN = frozenset({JOB, RAYLET, "RAY_CLIENT_MODE", "RAY_LD_PRELOAD_ON_WORKERS", "SPT_NOENV"})
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 DRAW = 16  # bytes that two forks must draw apart
+ASKING = 5.0  # seconds that one worker's question may take: others wait behind it
 
 
 class Server:
@@ -90,19 +99,25 @@ class Server:
                 self._reap()
             if self._listener in ready:
                 connection, _ = self._listener.accept()
-                with connection, suppress(ConnectionError):
-                    self._answer(connection)
+                with connection:
+                    asked = self._asked(connection)
+                if asked is not None and os.fork() == 0:
+                    self._leave()
+                    become_worker(asked)
 
-    def _answer(self, connection: socket.socket) -> None:
-        with connection.makefile("rb") as told:
-            asked = json.loads(told.read())
-        if _comparable(asked["environment"]) != self._environment or not _is_plain(asked["arguments"]):
-            return
-        if os.fork() == 0:
-            connection.close()
-            self._leave()
-            become_worker(asked)
-        connection.sendall(b"1")
+    def _asked(self, connection: socket.socket) -> dict[str, Any] | None:
+        """Return which worker is to be forked; None for one of another kind, or where nobody waits for it."""
+        connection.settimeout(ASKING)
+        try:
+            with connection.makefile("rb") as told:
+                asked: dict[str, Any] = json.loads(told.readline())
+            if _comparable(asked["environment"]) != self._environment or not _is_plain(asked["arguments"]):
+                return None
+            connection.sendall(WILL)
+            # Who has given up meanwhile has Ray start the worker: it must not run twice.
+            return asked if connection.recv(1) == DO else None
+        except (OSError, ValueError):  # who asked was killed, or stands still
+            return None
 
     def _reap(self) -> None:
         with suppress(BlockingIOError):
@@ -117,6 +132,9 @@ class Server:
         for one in (self._listener, self._died, self._told):
             one.close()
         os.close(self._node)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, sys.stdin.fileno())  # instead of the pipe of who started the server
+        os.close(nothing)
 
 
 def become_worker(asked: Mapping[str, Any]) -> NoReturn:

@@ -14,26 +14,23 @@ import sys
 
 ADDRESS = "SQUADRON_FORK_SERVER"  # environment variable: the fork server's socket
 RAYS_OWN = "SQUADRON_SETUP_WORKER"  # environment variable: the script of Ray's that this one stands for
-RAYLET = "RAY_RAYLET_PID"  # environment variable of Ray's workers
-# Read by OpenMP, OpenBLAS and Arrow's allocator as they are loaded. No thread survives a fork, so the fork server has
-# but one. A worker has values of its own; a rank sets its own number of threads.
-ONE_THREAD = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "JE_ARROW_MALLOC_CONF": "background_thread:false",
-}
+PATIENCE = 30.0  # seconds; a fork server that has not answered by then stands still, or imports on a busy machine
+WILL, DO = b"?", b"!"  # the server would fork; whoever asked is still there, and leaves it to the server
 
 
 def forked() -> bool:
-    """Whether the fork server has started the worker."""
+    """Whether the fork server starts the worker."""
     asked = {"arguments": sys.argv[1:], "environment": dict(os.environ), "folder": os.getcwd()}
     try:
         with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(PATIENCE)
             connection.connect(os.environ[ADDRESS])
-            connection.sendall(json.dumps(asked).encode())
-            connection.shutdown(socket.SHUT_WR)
-            return bool(connection.recv(1))
-    except OSError:  # it has ended, or was killed
+            connection.sendall(json.dumps(asked).encode() + b"\n")
+            if connection.recv(1) != WILL:
+                return False
+            connection.sendall(DO)
+            return True
+    except OSError:  # it has ended, was killed, or stands still
         return False
 
 

@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.chaos.streams import WHOLE, check_promise, client_of, greedy_or_seeded, read_all, read_stream
+from tests.chaos.streams import WHOLE, check_exact, check_promise, client_of, greedy_or_seeded, read_all, read_stream
 from tests.chaos.strike import Strike
 from tests.e2e.command import Command, url_of
 from tests.e2e.harness import answers, eventually, gone
@@ -21,11 +21,12 @@ STREAMS = 4
 TOKENS = 1200  # so that they run for longer than it takes to close the door
 REFUSED_SECONDS = 5.0
 ORPHAN_SECONDS = 20.0
+REPLICA = "ServeReplica:squadron:Replica"
 
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Command]]:
-    """Two that serve the demo model, started side by side: each test ends one."""
+    """Two that serve the demo model, started side by side: two tests end one each."""
     arguments = ("serve", "demo", "--port", "0", "--device", "cpu", "--dtype", "float32")
     memory = ("--kv-cache-memory-bytes", str(64 * 2**20))
     commands = [Command(*arguments, *memory, home=tmp_path_factory.mktemp("home")) for _ in range(2)]
@@ -38,10 +39,32 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Command]]
             command.kill()
 
 
+def running(served: Command, what: str) -> list[psutil.Process]:
+    """Return the processes that it has started with `what` in their command lines, zombies not among them."""
+    commands = answers(served.descendants(), psutil.Process.cmdline)
+    return [process for process, words in commands if what in " ".join(words)]
+
+
 @pytest.fixture
 def served(started: list[Command]) -> Command:
     """One that no test has ended."""
     return started.pop()
+
+
+async def test_without_its_fork_server_replicas_are_started_by_ray(started: list[Command]) -> None:
+    """And what it had forked serves on."""
+    served = started[-1]
+    (forks,), (replica,) = running(served, "deploy.serve.forked_workers"), running(served, REPLICA)
+    assert replica.ppid() == forks.pid
+    async with client_of(url_of(served)) as client:
+        undisturbed = await read_stream(client, greedy_or_seeded(0, 64))
+        forks.kill()
+        check_exact([await read_stream(client, greedy_or_seeded(0, 64))], [undisturbed])
+        assert replica.is_running()
+        replica.kill()
+        check_exact([await read_stream(client, greedy_or_seeded(0, 64))], [undisturbed])
+    (successor,) = running(served, REPLICA)
+    assert successor.ppid() != forks.pid
 
 
 async def test_sigterm_lets_streams_finish_and_admits_nothing_new(served: Command) -> None:

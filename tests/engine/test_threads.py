@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -148,3 +150,30 @@ def test_a_list_that_is_none_is_refused(given, reason):
         config(given)
     assert reason in str(refused.value)
     assert refused.value.flag == "cpu_omp_threads_bind"
+
+
+IN_ANOTHER_THREAD = """
+import ctypes, threading, torch
+from engine.threads import ThreadShare
+library = next(line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line)
+torch.set_num_threads(2)
+found = []
+def compute():
+    ThreadShare(1).bind_thread()
+    found.append(ctypes.CDLL(library).omp_get_max_threads())
+thread = threading.Thread(target=compute)
+thread.start()
+thread.join()
+print(found[0])
+"""
+
+
+def test_whichever_thread_computes_has_the_team_that_was_set_in_another_one():
+    """As where torch was loaded before anybody knew how many threads a replica gets."""
+    done = subprocess.run(
+        [sys.executable, "-c", IN_ANOTHER_THREAD],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == "2", done.stderr
