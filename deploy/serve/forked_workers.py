@@ -16,6 +16,7 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -76,11 +77,13 @@ ASKING = 5.0  # seconds that one worker's question may take: others wait behind 
 class Server:
     """Answers connections one after the other. A worker is refused whose environment is another one than this one's.
 
-    node: Ray's, a descriptor that is readable when that process has ended.
+    listener: on a socket in a folder of its own, which goes with it. node: Ray's, a descriptor that is readable when
+    that process has ended.
     """
 
     def __init__(self, listener: socket.socket, node: int, environment: Mapping[str, str]) -> None:
         self._listener = listener
+        self._folder = Path(listener.getsockname()).parent
         self._node = node
         self._environment = _comparable(environment)
         self._died, self._told = socket.socketpair()
@@ -94,6 +97,7 @@ class Server:
             waits: list[Any] = [self._listener, self._died, self._node]
             ready, _, _ = select.select(waits, [], [])
             if self._node in ready:
+                shutil.rmtree(self._folder, ignore_errors=True)
                 os._exit(0)  # at once: signals of workers that die now have nowhere to go in an interpreter that ends
             if self._died in ready:
                 self._reap()
@@ -218,9 +222,14 @@ def _import_all(names: Iterable[str]) -> None:
         import_module(name)
 
 
+def _die_with_parent(number: int) -> None:
+    """Have this signal sent when the parent's thread ends, 0 = none (Linux)."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
 def main(address: str, parent: int) -> None:
     """Listen, import and serve. Without a sound process to fork from, nobody is answered."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         return
     signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes the loop
@@ -233,13 +242,15 @@ def main(address: str, parent: int) -> None:
         if not told:
             return  # who started it has ended
         environment = json.loads(told)
+        node = os.pidfd_open(int(environment[RAYLET]))
+        _die_with_parent(0)  # from now on this process ends with the node, in good order
         os.environ.update({**environment, **ONE_THREAD, JOB: ANY_JOB})
         with _no_draws():
             _import_all(WITH_RAY)
         gc.collect()
         gc.freeze()  # so that the collector of no worker writes to pages that all share
         if len(os.listdir("/proc/self/task")) == 1 and _draw() != _draw():
-            Server(listener, os.pidfd_open(int(environment[RAYLET])), environment).run()
+            Server(listener, node, environment).run()
 
 
 if __name__ == "__main__":

@@ -56,11 +56,12 @@ class ReplicaLog:
         for name in new:
             self._missed[name] = 0
             self._pids[name] = seen[name]
+        left = len(seen) - len(new)
         for name in gone:
             if self._scaled:
-                self._say(f"Replica {self._named(name)} is gone; {len(seen)} of at most {self._wanted} left.")
+                self._say(f"Replica {self._named(name)} is gone; {left} of at most {self._wanted} left.")
             else:
-                self._say(f"Replica {self._named(name)} is lost; {self._consequence(len(seen))}")
+                self._say(f"Replica {self._named(name)} is lost; {self._consequence(left)}")
             del self._pids[name]
         for name in new:
             self._say(f"Replica {self._named(name)} is ready: {len(seen)} of {self._wanted}.")
@@ -76,4 +77,6 @@ class ReplicaLog:
     def _consequence(self, left: int) -> str:
         if not left:
             return "what it ran waits up to 30 s for another, which Ray starts."
+        if left >= self._wanted:
+            return "what it ran goes on elsewhere; another is ready already."
         return f"what it ran goes on elsewhere, {left} of {self._wanted} left. Ray starts another."

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import psutil
@@ -92,8 +93,11 @@ def test_nothing_outlives_a_killed_serve_process(served: Command) -> None:
     body = {"model": "demo", "prompt": "x", "max_tokens": 8, "structured_outputs": {"choice": ["a", "b"]}}
     assert httpx.post(f"{url_of(served)}/v1/completions", json=body, timeout=60).status_code == 200
     started = served.descendants()
+    forks = Path(running(served, "deploy.serve.forked_workers")[0].cmdline()[-2])
+    assert forks.is_socket()
     assert any("Replica" in " ".join(words) for _, words in answers(started, psutil.Process.cmdline))
     os.kill(served.process.pid, signal.SIGKILL)
     killed = time.monotonic()
     eventually(lambda: all(gone(process.pid) for process in started), "all processes have ended", ORPHAN_SECONDS)
     print(f"all ended within {time.monotonic() - killed:.1f} s")
+    assert not forks.parent.exists(), "the fork server's folder is left"

@@ -25,6 +25,16 @@ def test_a_lost_replica_and_the_one_in_its_place_are_a_line_each() -> None:
     assert lines[1:] == ["Replica c (pid 7) is ready: 2 of 2."]
 
 
+def test_one_that_was_replaced_before_it_was_missed_is_not_said_to_be_waited_for() -> None:
+    log, lines = log_of("a", "b")
+    for _ in range(2):
+        log.compare({"b": [1, 2], "c": [7]})
+    assert lines == [
+        "Replica c (pid 7) is ready: 2 of 2.",
+        "Replica a (pids 1, 2) is lost; what it ran goes on elsewhere; another is ready already.",
+    ]
+
+
 def test_a_replica_that_autoscaling_takes_away_is_not_called_lost() -> None:
     lines: list[str] = []
     log = ReplicaLog([{"id": name, "pids": [1]} for name in "ab"], 4, lines.append, scaled=True)
