@@ -1,4 +1,5 @@
-/* x W^T for weights packed once, at any number of rows; weights are of the dtype of x, or int8 with a scale per output.
+/* x W^T for weights packed once, at any number of rows; weights are of the dtype of x, int8 with a scale per output, or
+ * of four bits by groups of inputs (panel_fours.h).
  *
  * Packed: panels of WIDE outputs, [ceil(outs / WIDE)][ceil(ins / DEPTH)][WIDE][DEPTH], zeros in the padding, where
  * DEPTH is how many products one instruction sums; int8 as [..][..][WIDE / LANES][DEPTH][LANES]. Each result is one sum

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,79 +15,87 @@ WIDE = 64  # outputs of one panel of packed weights, as in multiply.c
 MIDDLE = 8  # of codes of four bits
 
 
-class NativeLinear(LinearMethod):
-    """The weight packed once into panels; it does not keep the weight it was made from.
+class _PanelLinear(LinearMethod):
+    """What multiplies by panels, which do not keep the weight they were made from.
 
-    A row has the same bits whatever the number of rows, and no row count needs a preparation of its own.
+    A row has the same bits whatever the number of rows, and no row count needs a preparation of its own. multiply: the
+    function in C. shape: of the weight, [out, in]. sizes: what it takes besides. `_addresses`: of all that it reads
+    of the weight.
     """
 
-    def __init__(self, library: ctypes.CDLL, weight: Tensor, threads: int) -> None:
-        self._outs, self._ins = weight.shape
-        self._packed = torch.empty(-(-self._outs // WIDE) * WIDE * self._ins, dtype=weight.dtype)
-        plain = weight.contiguous()  # in a name of its own: a copy must outlive the call
-        library.pack(plain.data_ptr(), self._packed.data_ptr(), self._outs, self._ins)
-        self._address = self._packed.data_ptr()
-        self._multiply = library.multiply
-        self._threads = threads
-        self._tiles = library.may_multiply_by_tiles()
+    _addresses: tuple[int | None, ...]
 
-    @staticmethod
-    def supports(library: ctypes.CDLL, weight: Tensor) -> bool:
-        """Whether `library` can pack `weight`: inputs may be taken in pairs."""
-        return bool(weight.shape[1] % library.packing_depth() == 0)
-
-    @override
-    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        _check(x, self._ins, self._packed.dtype)
-        rows = len(x)
-        out = x.new_empty(rows, self._outs)
-        offsets = None if bias is None else bias.data_ptr()
-        sizes = (rows, self._outs, self._ins, self._threads, self._tiles)
-        self._multiply(x.data_ptr(), x.stride(0), self._address, offsets, out.data_ptr(), *sizes)
-        return out
-
-    @override
-    def describe(self) -> str:
-        return f"NativeLinear {self._outs}x{self._ins}{' by tiles' if self._tiles else ''}"
-
-
-class NativeInt8Linear(LinearMethod):
-    """Weights in int8 with a scale per output, packed once into panels; it does not keep what it was made from.
-
-    dtype: of the activations. A row has the same bits whatever the number of rows: those of the sums in fp32 of
-    x and the whole numbers, times the scale.
-    """
-
-    def __init__(self, library: ctypes.CDLL, weight: Tensor, scale: Tensor, dtype: torch.dtype, threads: int) -> None:
-        self._outs, self._ins = weight.shape
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        multiply: Callable[..., None],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        threads: int,
+        sizes: tuple[int, ...] = (),
+    ) -> None:
+        self._outs, self._ins = shape
         self._dtype = dtype
-        padded = -(-self._outs // WIDE) * WIDE
-        self._packed = torch.empty(padded * self._ins, dtype=torch.int8)
-        self._scales = torch.zeros(padded)
-        self._scales[: self._outs] = scale
-        plain = weight.contiguous()
-        library.pack8(plain.data_ptr(), self._packed.data_ptr(), self._outs, self._ins)
-        self._addresses = self._packed.data_ptr(), self._scales.data_ptr()
-        self._multiply = library.multiply8
-        self._threads = threads
+        self._multiply = multiply
         self._tiles = library.may_multiply_by_tiles()
-
-    @staticmethod
-    def supports(library: ctypes.CDLL, weight: Tensor) -> bool:
-        """Whether `library` can pack int8 `weight`: inputs may be taken in pairs."""
-        return bool(weight.shape[1] % library.packing_depth() == 0)
+        self._ending = *sizes, threads, self._tiles
 
     @override
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         _check(x, self._ins, self._dtype)
         out = x.new_empty(len(x), self._outs)
         offsets = None if bias is None else bias.data_ptr()
-        sizes = (len(x), self._outs, self._ins, self._threads, self._tiles)
+        sizes = (len(x), self._outs, self._ins, *self._ending)
         self._multiply(x.data_ptr(), x.stride(0), *self._addresses, offsets, out.data_ptr(), *sizes)
         return out
 
+    @override
+    def describe(self) -> str:
+        return f"{type(self).__name__} {self._outs}x{self._ins}{' by tiles' if self._tiles else ''}"
 
-class NativeInt4Linear(LinearMethod):
+    def _padded(self) -> int:
+        """Outputs of all panels."""
+        return -(-self._outs // WIDE) * WIDE
+
+
+class NativeLinear(_PanelLinear):
+    """Weights of the dtype of the activations."""
+
+    def __init__(self, library: ctypes.CDLL, weight: Tensor, threads: int) -> None:
+        super().__init__(library, library.multiply, weight.shape, weight.dtype, threads)
+        self._packed = torch.empty(self._padded() * self._ins, dtype=weight.dtype)
+        plain = weight.contiguous()  # in a name of its own: a copy must outlive the call
+        library.pack(plain.data_ptr(), self._packed.data_ptr(), self._outs, self._ins)
+        self._addresses = (self._packed.data_ptr(),)
+
+    @staticmethod
+    def supports(library: ctypes.CDLL, weight: Tensor) -> bool:
+        """Whether `library` can pack `weight`: inputs may be taken in pairs."""
+        return bool(weight.shape[1] % library.packing_depth() == 0)
+
+
+class NativeInt8Linear(_PanelLinear):
+    """Weights in int8 with a scale per output. dtype: of the activations.
+
+    The bits are those of the sums in fp32 of x and the whole numbers, times the scale.
+    """
+
+    def __init__(self, library: ctypes.CDLL, weight: Tensor, scale: Tensor, dtype: torch.dtype, threads: int) -> None:
+        super().__init__(library, library.multiply8, weight.shape, dtype, threads)
+        self._packed = torch.empty(self._padded() * self._ins, dtype=torch.int8)
+        self._scales = torch.zeros(self._padded())
+        self._scales[: self._outs] = scale
+        plain = weight.contiguous()
+        library.pack8(plain.data_ptr(), self._packed.data_ptr(), self._outs, self._ins)
+        self._addresses = self._packed.data_ptr(), self._scales.data_ptr()
+
+    @staticmethod
+    def supports(library: ctypes.CDLL, weight: Tensor) -> bool:
+        """Whether `library` can pack int8 `weight`: inputs may be taken in pairs."""
+        return NativeLinear.supports(library, weight)
+
+
+class NativeInt4Linear(_PanelLinear):
     """Weights of four bits, (code - zero) * scale by groups of inputs; see `Kernels.int4_linear` for what they are.
 
     dtype: of the activations. The results are those of `NativeLinear` with the weights that these stand for, rounded
@@ -96,22 +105,19 @@ class NativeInt4Linear(LinearMethod):
     def __init__(
         self, library: ctypes.CDLL, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype, threads: int
     ) -> None:
-        self._outs, self._ins = codes.shape[0], 2 * codes.shape[1]
-        self._group = self._ins // scale.shape[1]
-        self._dtype = dtype
-        padded = -(-self._outs // WIDE) * WIDE
-        self._packed = torch.empty(padded * self._ins // 8, dtype=torch.int32)
+        shape = codes.shape[0], 2 * codes.shape[1]
+        self._group = shape[1] // scale.shape[1]
+        super().__init__(library, library.multiply4, shape, dtype, threads, (self._group,))
+        self._packed = torch.empty(self._padded() * self._ins // 8, dtype=torch.int32)
         plain = codes.contiguous()
         library.pack4(plain.data_ptr(), self._packed.data_ptr(), self._outs, self._ins)
         depth = library.packing_depth()
-        self._scales = _in_lanes(scale, padded, depth)
+        self._scales = _in_lanes(scale, self._padded(), depth)
         # Codes are counted from 8: where all zeros are 8, there is nothing to subtract.
-        self._zeros = None if bool((zero == MIDDLE).all()) else _in_lanes(zero.float() - MIDDLE, padded, depth)
+        plain_zeros = bool((zero == MIDDLE).all())
+        self._zeros = None if plain_zeros else _in_lanes(zero.float() - MIDDLE, self._padded(), depth)
         zeros = None if self._zeros is None else self._zeros.data_ptr()
         self._addresses = self._packed.data_ptr(), self._scales.data_ptr(), zeros
-        self._multiply = library.multiply4
-        self._threads = threads
-        self._tiles = library.may_multiply_by_tiles()
 
     @staticmethod
     def supports(library: ctypes.CDLL, codes: Tensor, scale: Tensor) -> bool:
@@ -119,18 +125,8 @@ class NativeInt4Linear(LinearMethod):
         return bool(2 * codes.shape[1] // scale.shape[1] % (8 * library.packing_depth()) == 0)
 
     @override
-    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        _check(x, self._ins, self._dtype)
-        out = x.new_empty(len(x), self._outs)
-        offsets = None if bias is None else bias.data_ptr()
-        sizes = (len(x), self._outs, self._ins, self._group, self._threads, self._tiles)
-        self._multiply(x.data_ptr(), x.stride(0), *self._addresses, offsets, out.data_ptr(), *sizes)
-        return out
-
-    @override
     def describe(self) -> str:
-        tiles = " by tiles" if self._tiles else ""
-        return f"NativeInt4Linear {self._outs}x{self._ins} in groups of {self._group}{tiles}"
+        return f"{super().describe()} in groups of {self._group}"
 
 
 def _in_lanes(of_groups: Tensor, padded: int, depth: int) -> Tensor:

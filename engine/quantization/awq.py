@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 from typing_extensions import override
 
-from engine.quantization.layout import INT32, PER_WORD, SCALES, Layout, Tensors, checked, halves, read_as, unpacked
+from engine.quantization.layout import INT32, PER_WORD, Layout, Tensors, halves, read_as, unpacked
 from parallel.parameter import Recipe
 
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # at which each of eight outputs lies
@@ -21,10 +21,7 @@ PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # at which each of eight outputs lies
 class Awq(Layout):
     """See above."""
 
-    @override
-    def why_not(self, outs: int, ins: int) -> str | None:
-        many = f"{outs} outputs are no multiple of {PER_WORD}, which lie in one int32" if outs % PER_WORD else None
-        return super().why_not(outs, ins) or many
+    outputs_in_words = True
 
     @override
     def codes(self, outs: int, ins: int) -> Recipe:
@@ -34,11 +31,6 @@ class Awq(Layout):
             return halves(_by_output(read["qweight"]).t())
 
         return Recipe(tensors, make)
-
-    @override
-    def scales(self, outs: int, ins: int) -> Recipe:
-        tensors = read_as("scales", (ins // self.group, outs), SCALES)
-        return Recipe(tensors, lambda read: checked(read["scales"], "scales").t())
 
     @override
     def zeros(self, outs: int, ins: int) -> Recipe:

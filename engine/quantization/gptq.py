@@ -17,10 +17,8 @@ from typing_extensions import override
 from engine.quantization.layout import (
     INT32,
     PER_WORD,
-    SCALES,
     Layout,
     Tensors,
-    checked,
     halves,
     in_order_of_groups,
     read_as,
@@ -34,14 +32,11 @@ GROUPS_OF_INPUTS = (torch.int32, torch.int64)
 class Gptq(Layout):
     """less_one: whether zeros on disk are one less."""
 
+    outputs_in_words = True
+
     def __init__(self, group: int, *, reordered: bool, less_one: bool) -> None:
         super().__init__(group, reordered=reordered)
         self._less_one = less_one
-
-    @override
-    def why_not(self, outs: int, ins: int) -> str | None:
-        many = f"{outs} outputs are no multiple of {PER_WORD}, which lie in one int32" if outs % PER_WORD else None
-        return super().why_not(outs, ins) or many
 
     @override
     def codes(self, outs: int, ins: int) -> Recipe:
@@ -57,11 +52,6 @@ class Gptq(Layout):
             return halves(codes.t())
 
         return Recipe(tensors | groups, make) if self.reordered else Recipe(tensors, make, groups)
-
-    @override
-    def scales(self, outs: int, ins: int) -> Recipe:
-        tensors = read_as("scales", (ins // self.group, outs), SCALES)
-        return Recipe(tensors, lambda read: checked(read["scales"], "scales").t())
 
     @override
     def zeros(self, outs: int, ins: int) -> Recipe:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,8 +30,10 @@ class Layout(ABC):
     """Which tensors hold a layer's weight, and what is to be done with each.
 
     group: inputs that share a scale. reordered: whether these are not adjacent; then codes, scales and zeros are
-    those of the inputs in the order that `order` returns.
+    those of the inputs in the order that `order` returns. outputs_in_words: whether eight outputs lie in one int32.
     """
+
+    outputs_in_words: ClassVar[bool] = False
 
     def __init__(self, group: int, *, reordered: bool = False) -> None:
         self.group = group
@@ -40,23 +43,27 @@ class Layout(ABC):
         """Return why no weight of this size is held so, None where one can be."""
         if ins % PER_WORD:
             return f"{ins} inputs are no multiple of {PER_WORD}, which lie in one int32"
-        return f"its {ins} inputs are no multiple of group_size = {self.group}" if ins % self.group else None
+        if ins % self.group:
+            return f"its {ins} inputs are no multiple of group_size = {self.group}"
+        many = self.outputs_in_words and outs % PER_WORD
+        return f"{outs} outputs are no multiple of {PER_WORD}, which lie in one int32" if many else None
 
     @abstractmethod
     def codes(self, outs: int, ins: int) -> Recipe:
         """Return how the codes are made: [outs, ins / 2]."""
 
-    @abstractmethod
     def scales(self, outs: int, ins: int) -> Recipe:
-        """Return how the scales are made: [outs, groups]."""
+        """Return how the scales are made: [outs, groups]. Usually they are `scales` [groups, outs] on disk."""
+        tensors = read_as("scales", (ins // self.group, outs), SCALES)
+        return Recipe(tensors, lambda read: checked(read["scales"], "scales").t())
 
     @abstractmethod
     def zeros(self, outs: int, ins: int) -> Recipe:
         """Return how the zeros are made: [outs, groups]."""
 
     def order(self, ins: int) -> Recipe:
-        """Return how the order of the inputs is made, where it is another: [1, ins] int64."""
-        raise NotImplementedError(f"{type(self).__name__} keeps the order of inputs")
+        """Return how the order of the inputs is made: [1, ins] int64."""
+        return Recipe({}, lambda _: torch.arange(ins)[None])
 
 
 def unpacked(words: Tensor, axis: int) -> Tensor:
