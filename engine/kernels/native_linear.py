@@ -18,9 +18,10 @@ MIDDLE = 8  # of codes of four bits
 class _PanelLinear(LinearMethod):
     """What multiplies by panels, which do not keep the weight they were made from.
 
-    A row has the same bits whatever the number of rows, and no row count needs a preparation of its own. multiply: the
-    function in C. shape: of the weight, [out, in]. sizes: what it takes besides. `_addresses`: of all that it reads
-    of the weight.
+    A row has the same bits whatever the number of rows, and no row count needs a preparation of its own.
+
+    multiply: the function in C. shape: of the weight, [out, in]. sizes: what it takes besides. `_addresses`: of all
+    that it reads of the weight.
     """
 
     _addresses: tuple[int | None, ...]
