@@ -44,7 +44,7 @@ class ForkServer:
             env={**os.environ, **ONE_THREAD},
             stdin=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C is for the command
+            process_group=0,  # Ctrl-C is for the command. A session would have a share of the CPUs to itself
         )
 
         self.pid = self._process.pid

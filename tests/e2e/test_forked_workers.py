@@ -59,6 +59,7 @@ def test_forked_workers_are_apart(server: int) -> None:
     for about in (one, other):
         assert about["folder"] == os.getcwd()
         assert about["stdin"] == os.devnull
+        assert os.getsid(about["pid"]) == os.getsid(0), "Linux shares the CPUs out by sessions"
         assert "JE_ARROW_MALLOC_CONF" not in about["environment"], "what is the fork server's alone"
 
 
