@@ -82,7 +82,7 @@ async def end_a_node(fleet: Fleet, what: str, notice: Callable[[Fleet, WorkerNod
         await asyncio.to_thread(node.wait_ended, 60)
 
     await traffic.during(end)
-    traffic.check(undisturbed, least=STREAMS)
+    traffic.check(undisturbed)
     logged = fleet.logs.news()
     assert HANDED_OVER in logged, "no replica was told of it"
     check_announced(logged)

@@ -95,7 +95,7 @@ async def test_an_update_with_a_kill_in_its_middle_costs_no_stream_on_either_rou
         await update
 
     await traffic.during(change)
-    traffic.check(undisturbed, least=2 * STREAMS)
+    traffic.check(undisturbed)
     # Serve calls an update failed while a copy of the new version is missing: it must not be taken back for that.
     eventually(lambda: status() == "RUNNING" and in_force("max_num_seqs") == 24, "the new version is whole", 60)
     app.wait_whole()
@@ -127,7 +127,7 @@ async def test_a_bad_update_halts_at_one_replica_is_rolled_back_and_says_so(app:
         await asyncio.to_thread(eventually, lambda: status() == "RUNNING", "the update is rolled back", 90)
 
     await traffic.during(change)
-    traffic.check(before, least=STREAMS)
+    traffic.check(before)
     assert most == 3, "the bad version was tried by one copy at a time"
     said = eventually(lambda: app.ready().get("notice"), "/ready tells of the failed update")
     assert "an update failed and was rolled back" in said
@@ -151,7 +151,7 @@ async def test_an_update_to_another_model_mixes_no_answer(app: App, other_model:
     app.wait_whole()
     after = await traffic.references()
     assert before != after
-    traffic.check(before, after, least=STREAMS)
+    traffic.check(before, after)
 
 
 def test_a_checkpoint_that_was_cut_short_is_refused_before_anything_is_stopped(tmp_path: Path) -> None:

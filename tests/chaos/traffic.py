@@ -37,7 +37,7 @@ class Traffic:
         return [stream.said for stream in streams]
 
     async def during(self, change: Callable[[], Awaitable[object]]) -> None:
-        """Run the clients while `change` happens, and let those under way end."""
+        """Run the clients while `change` happens; each asks once more when it is done, however fast that was."""
         async with client_of(self._app.url) as client:
             client.headers.update(self._app.headers)
             tasks = [asyncio.create_task(self._ask(client, asked)) for asked in self._asked]
@@ -50,14 +50,13 @@ class Traffic:
                 self._stopping = True
                 await asyncio.gather(*tasks)
 
-    def check(self, *allowed: list[Said], least: int) -> None:
-        """Fail unless every stream brought one of the allowed answers whole, and there were at least so many."""
+    def check(self, *allowed: list[Said]) -> None:
+        """Fail unless every stream brought one of the allowed answers whole."""
         for stream in self.ended:
             assert stream.kind == WHOLE, f"{stream.kind} after {len(stream.tokens)} tokens: {stream.error}"
             assert not stream.faults, stream.faults
             index = self._asked.index(stream.asked)
             assert stream.said in [answers[index] for answers in allowed], "tokens differ from an undisturbed answer"
-        assert len(self.ended) >= least, f"only {len(self.ended)} streams ended: they prove little"
 
     async def _ask(self, client: httpx.AsyncClient, asked: dict[str, Any]) -> None:
         heard = False
@@ -67,8 +66,8 @@ class Traffic:
             self._live += not heard
             heard = True
 
-        while not (heard and self._stopping):
+        last = False
+        while not last:
+            last = heard and self._stopping
             self.ended.append(await read_stream(client, asked, first))
-            if self._stopping:
-                return
-            await asyncio.sleep(self._pause)
+            await asyncio.sleep(0 if self._stopping else self._pause)
