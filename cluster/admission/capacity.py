@@ -22,6 +22,7 @@ _WINDOW = 1.0  # seconds over which ends are counted
 _FRESH = 0.02  # seconds that an answer of the replicas is good for
 _HALF_LIFE = 5.0  # seconds of waiting after which a measurement counts half
 _LEAST = 0.25  # seconds that must have been measured before a rate is known
+_FORESIGHT = 20  # a wait is foretold for at most so many times as long as was measured
 _FIRST_GUESS = 256.0  # tokens, until answers were seen
 _WEIGHT = 0.05  # of the last answer in the mean
 _SECONDS = 3.0  # that a refusal is remembered: longer than between two reports of it
@@ -144,6 +145,7 @@ class DrainRate:
     def __init__(self) -> None:
         self._work = 0.0
         self._seconds = 0.0
+        self._measured = 0.0  # seconds in all, of which none counts half
         self._total = 0
         self._since: float | None = None  # the last look, if something has waited since
 
@@ -154,6 +156,7 @@ class DrainRate:
             keep = 0.5 ** (passed / _HALF_LIFE)
             self._work = self._work * keep + total - self._total
             self._seconds = self._seconds * keep + passed
+            self._measured += passed
         self._total = total
         self._since = now if waiting else None
 
@@ -163,9 +166,13 @@ class DrainRate:
         return self._work / self._seconds if self._seconds >= _LEAST and self._work > 0 else None
 
     def seconds_for(self, work: int) -> float | None:
-        """Return how long so much work takes, None while that is not known."""
+        """Return how long so much work takes, None while that is not known.
+
+        Of a wait that is long beside what was measured only a part is foretold: a moment in which little was done,
+        one long prompt or a slow network, is no reason to refuse whoever would wait for a minute.
+        """
         rate = self.per_second
-        return None if rate is None else work / rate
+        return None if rate is None else min(work / rate, _FORESIGHT * self._measured)
 
 
 class OutputLength:

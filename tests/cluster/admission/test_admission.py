@@ -367,6 +367,16 @@ def test_time_in_which_nobody_waits_counts_for_nothing():
     assert DrainRate().seconds_for(10) is None
 
 
+def test_a_moment_in_which_little_was_done_foretells_no_long_wait():
+    drain = DrainRate()
+    drain.note(0, 0.0, waiting=True)
+    drain.note(1, 0.4, waiting=True)  # 2.5 tokens a second, while a long prompt was computed, say
+    assert drain.seconds_for(2) == pytest.approx(0.8)
+    assert drain.seconds_for(10_000) == pytest.approx(8.0)
+    drain.note(10, 4.0, waiting=True)
+    assert drain.seconds_for(10_000) == pytest.approx(80.0)
+
+
 def test_answers_that_are_shorter_than_allowed_are_expected_to_be():
     lengths = OutputLength()
     assert lengths.of(request("r", output=10), 3) == 30
