@@ -6,7 +6,7 @@ import shutil
 import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -222,6 +222,27 @@ def top(
     from deploy.top.command import show_top
 
     raise typer.Exit(show_top(url, api_key or Environment.read().api_key, interval, once, as_json))
+
+
+@app.command()
+def quantize(
+    model: Annotated[str, typer.Argument(help="A folder, a hub id, or 'demo', with plain weights.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write; it must be empty or not there yet.")],
+    quantization: Annotated[
+        Literal["int4", "int8", "fp8"],
+        typer.Option("--quantization", "-q", help="Type of the weights of linear layers."),
+    ] = "int4",
+    quantization_group_size: Annotated[
+        int | None, typer.Option(help="Inputs that share a scale in int4.", show_default="128")
+    ] = None,
+) -> None:
+    """Write MODEL to FOLDER with its linear layers quantised, as compressed-tensors, which other engines read, too.
+
+    Rounds each weight to the nearest, as `squadron serve --quantization` does while it loads. Needs no GPU.
+    """
+    from deploy.cli.quantize import quantize_model
+
+    quantize_model(model, folder, quantization, quantization_group_size)
 
 
 @app.command()

@@ -10,7 +10,9 @@ from engine.device.topology import format_cpus, parse_cpus
 from engine.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("fp8", "int8", "compressed-tensors", "gptq", "awq", "modelopt")
+QUANTIZATIONS = ("fp8", "int8", "int4", "compressed-tensors", "gptq", "awq", "modelopt")
+USUAL_GROUP = 128  # inputs that share a scale in int4
+LEAST_GROUP = 8  # of fewer the scales would be larger than the weights
 DEVICES = ("cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SCHEDULING_POLICIES = ("fcfs", "priority")
@@ -35,9 +37,11 @@ class EngineConfig:
     enable_expert_parallel: each rank holds some experts of a layer whole, and rows are sent to the ranks of their
     experts; else each rank holds a part of all experts.
     device: "cpu", "cuda" or None for cuda where there is one.
-    quantization: how linear layers hold their weights: "fp8" (with activations, on a GPU) or "int8", made as plain
-    weights are loaded; None = as the checkpoint has them, which "compressed-tensors", "gptq", "awq", "modelopt" and,
-    of a quantised checkpoint, "fp8" name.
+    quantization: how linear layers hold their weights: "fp8" (with activations, on a GPU), "int8" or "int4", made as
+    plain weights are loaded; None = as the checkpoint has them, which "compressed-tensors", "gptq", "awq", "modelopt"
+    and, of a quantised checkpoint, "fp8" name.
+    quantization_group_size: inputs of an output that share a scale in int4; None = 128. Fewer are more exact and take
+    more memory: 2 to 4 bytes a group.
     max_model_len: tokens of prompt + output of one sequence; None = the model's own limit.
     max_num_seqs / max_num_batched_tokens: sequences and tokens of one step.
     long_prefill_token_threshold: most prompt tokens one sequence may take in a step; 0 = the whole budget.
@@ -72,6 +76,7 @@ class EngineConfig:
     enable_expert_parallel: bool = False
     dtype: str = "auto"
     quantization: str | None = None
+    quantization_group_size: int | None = None
     device: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
@@ -116,6 +121,8 @@ class EngineConfig:
         _one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         if self.quantization is not None:
             _one_of("quantization", self.quantization, QUANTIZATIONS)
+        if self.quantization_group_size is not None:
+            self._check_group_size(self.quantization_group_size)
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             raise ConfigError(
                 "enable_expert_parallel spreads experts over ranks, and there is one; use tensor_parallel_size=2 or "
@@ -152,6 +159,19 @@ class EngineConfig:
         if self.enforce_eager:
             raise ConfigError(f"{name} is for CUDA graphs, and enforce_eager for none; drop one of them", name)
         return tuple(sorted(set(sizes)))
+
+    def _check_group_size(self, size: int) -> None:
+        name = "quantization_group_size"
+        if self.quantization != "int4":
+            raise ConfigError(f"{name}={size} is for quantization=int4; give both, or leave it out", name)
+        _at_least(name, size, LEAST_GROUP)
+        _power_of_two(name, size)
+
+    @property
+    def weight_form(self) -> str | None:
+        """How linear layers hold their weights, None = as they are; another one makes other tokens."""
+        group = self.quantization_group_size
+        return self.quantization if group in (None, USUAL_GROUP) else f"{self.quantization} by {group}"
 
     @property
     def cpu_groups(self) -> tuple[tuple[int, ...], ...]:

@@ -145,7 +145,7 @@ def _model(config: ClusterConfig, replicas: DeploymentHandle[Any]) -> BatchModel
         backlog=Backlog(BackgroundBounds(room, dispatcher, config.batch_share)),
         metrics=Metrics().of(config.model_id, ReplicaSetStats),
         turns=TenantTurns(),
-        fingerprint=model_identity(config.model, config.dtype, config.quantization),
+        fingerprint=model_identity(config.model, config.dtype, config.weight_form),
         seed=config.seed,
         answer_settings=answer_settings(config),
     )

@@ -173,7 +173,7 @@ def _facts(replica_id: str, config: ClusterConfig, group: StartedGroup) -> Repli
         num_kv_blocks=info.num_kv_blocks - 1,
         eos_token_ids=info.eos_token_ids,
         fingerprint=replica_fingerprint(
-            model_fingerprint(config.model, info.config.dtype, info.config.quantization), info.arithmetic
+            model_fingerprint(config.model, info.config.dtype, info.config.weight_form), info.arithmetic
         ),
         token_budget=info.config.max_num_batched_tokens,
     )

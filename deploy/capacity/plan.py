@@ -43,6 +43,7 @@ class CapacityPlan:
             "parameters": found.parameters,
             "dtype": config.dtype,
             "quantization": config.quantization,
+            "quantization_group_size": config.quantization_group_size,
             "gpu": asdict(fit.gpu),
             "tensor_parallel_size": config.tensor_parallel_size,
             "max_model_len": config.context_len,
@@ -142,7 +143,7 @@ def notes(fit: GpuFit) -> list[str]:
 def _head(fit: GpuFit) -> list[str]:
     config, found = fit.config, fit.footprint
     group = f"{config.tensor_parallel_size} x {fit.gpu.name}"
-    held = config.dtype if config.quantization is None else f"{config.dtype}, {config.quantization} weights"
+    held = config.dtype if config.quantization is None else f"{config.dtype}, {config.weight_form} weights"
     return [f"{config.model}: {fit.model.architecture}, {_count(found.parameters)} parameters, {held}, on {group}"]
 
 

@@ -7,6 +7,7 @@ OPEN_DEFAULTS = {
     "tokenizer": "the model's own",
     "device": "cuda if there is one",
     "quantization": "as in the checkpoint",
+    "quantization_group_size": "128",
     "max_model_len": "the model's own limit",
     "num_kv_blocks": "from free memory",
     "num_state_snapshots": "from memory, at most --max-num-seqs",
@@ -43,8 +44,9 @@ HELP = {
         "served_model_name": "Model id for clients; several separated by commas, of which answers show the first.",
         "model_impl": "Who implements the layers: this engine, or the transformers library over its cache.",
         "dtype": "Data type of weights and activations.",
-        "quantization": "Type of the weights of linear layers: fp8 is made on a GPU, int8 on any device; the others "
-        "name what a checkpoint is.",
+        "quantization": "Type of the weights of linear layers: fp8 is made on a GPU, int8 and int4 on any device; "
+        "the others name what a checkpoint is.",
+        "quantization_group_size": "Inputs that share a scale in int4: fewer are more exact and take more memory.",
         "max_model_len": "Maximum tokens of one sequence, prompt and output.",
         "seed": "Seed of requests without one.",
         "tool_call_parser": "Format of the model's tool calls; required for tool_choice auto.",

@@ -145,6 +145,7 @@ PLANNED = (
     "tensor_parallel_size",
     "dtype",
     "quantization",
+    "quantization_group_size",
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",

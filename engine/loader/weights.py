@@ -140,13 +140,13 @@ def _load(
     if (held := model.stored(checkpoint.names, wanted)) is not None:
         _load_converted(model, rules, held, checkpoint)
         return
-    names = _names_on_disk(checkpoint.names, rules)
+    names = names_on_disk(checkpoint.names, rules)
     unused = [NO_WEIGHTS, KV_SCALE, *([NO_NEED] if stored else [])]
     others = names.keys() - wanted - {HEAD} - {name for rule in rules for name in rule.spare_names}
     if any(isinstance(part, Experts) and part.whole for part in model.modules()):
         others -= set(_all_names(config, quantization, checkpoint.names))  # other ranks' experts
     _check_tied_head(model, rules, checkpoint, names)
-    _refuse(checkpoint.folder, "missing", wanted - names.keys())
+    refuse_tensors(checkpoint.folder, "missing", wanted - names.keys())
     extra = {
         name
         for name in others
@@ -154,7 +154,7 @@ def _load(
         and not _is_unused(model, config, name)
         and not (stored and _is_no_bias(checkpoint, names[name]))
     }
-    _refuse(checkpoint.folder, "not part of this architecture", extra)
+    refuse_tensors(checkpoint.folder, "not part of this architecture", extra)
     _tell_unread(others)
     began = time.perf_counter()
     num_bytes = 0
@@ -240,8 +240,8 @@ def _load_converted(model: CausalLM, rules: list[WeightRule], held: Stored, chec
     _check_tied_head(model, rules, checkpoint, held.plain)
     unused = (NO_WEIGHTS, KV_SCALE)
     extra = {name for name in held.unknown if name != HEAD and not any(each.search(name) for each in unused)}
-    _refuse(checkpoint.folder, "not part of this architecture", extra)
-    _refuse(checkpoint.folder, "missing", held.lacking)
+    refuse_tensors(checkpoint.folder, "not part of this architecture", extra)
+    refuse_tensors(checkpoint.folder, "missing", held.lacking)
     by_name: dict[str, list[WeightRule]] = defaultdict(list)
     for rule in rules:
         by_name[rule.name].append(rule)
@@ -254,7 +254,7 @@ def _load_converted(model: CausalLM, rules: list[WeightRule], held: Stored, chec
             found.add(name)
             for rule in by_name.get(name, ()):
                 _load_made(model, rule, tensor, checkpoint.folder)
-    _refuse(checkpoint.folder, "missing", by_name.keys() - found)
+    refuse_tensors(checkpoint.folder, "missing", by_name.keys() - found)
     _finish(model.modules())
 
 
@@ -369,7 +369,7 @@ def _sharded(parameter: torch.nn.Parameter, rule: WeightRule) -> ShardedParamete
     return parameter
 
 
-def _names_on_disk(names: Iterable[str], rules: list[WeightRule]) -> dict[str, str]:
+def names_on_disk(names: Iterable[str], rules: list[WeightRule]) -> dict[str, str]:
     """Return name in the rules -> name on disk; some checkpoints were saved without the outer module's prefix."""
     prefix = rules[0].name.split(".")[0] + "."
     if any(name.startswith(prefix) for name in names):
@@ -377,7 +377,8 @@ def _names_on_disk(names: Iterable[str], rules: list[WeightRule]) -> dict[str, s
     return {(name if name == HEAD else prefix + name): name for name in names}
 
 
-def _refuse(folder: Path, what: str, names: Iterable[str]) -> None:
+def refuse_tensors(folder: Path, what: str, names: Iterable[str]) -> None:
+    """Raise `CheckpointError` where there are any such tensors. what: is the matter with them."""
     shown = sorted(names)
     if shown:
         more = f" and {len(shown) - NAMES_SHOWN} more" if len(shown) > NAMES_SHOWN else ""

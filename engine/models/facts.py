@@ -25,7 +25,7 @@ from engine.models.blueprint import blueprint
 from engine.models.causal_lm import CausalLM
 from engine.models.config import ModelConfig
 from engine.models.registry import FAMILIES
-from engine.quantization.select import METHODS
+from engine.quantization.select import MADE_AT_LOAD
 from parallel.errors import ShardingError
 from parallel.linear import ParallelLinear
 
@@ -121,7 +121,7 @@ def _of_family(architecture: str, types: tuple[str, ...]) -> Facts:
         experts,
         tensor_parallel=_splits(architecture, types),
         expert_parallel=experts and "enable_expert_parallel" in config_fields(),
-        quantization=tuple(METHODS) if quantised else (),
+        quantization=MADE_AT_LOAD if quantised else (),
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from engine.config import LEAST_GROUP
 from engine.errors import CheckpointError, ConfigError
 from engine.kernels.base import Kernels
 from engine.quantization.awq import Awq
@@ -21,7 +22,6 @@ from parallel.linear import LinearMethod, ParallelLinear
 from parallel.parameter import Recipe, ShardedParameter
 from parallel.sharding import Piece
 
-LEAST_GROUP = 8  # inputs of a rank that share a scale: of fewer the scales would be larger than the codes
 TORCH_GROUPS = (256, 128, 64, 32)
 PACKED_ROWS = 256  # a multiple of 64, which torch packs together
 

@@ -113,7 +113,7 @@ class ChannelLinear(QuantizedLinear):
         largest = torch.cat([rows.abs().amax(dim=1).float() for rows in plain.split(ROWS)])
         if plain.axis == 1:
             largest = group_max(layer.group, largest)
-        scale = self.scale_of(largest)
+        scale = self.scale_of(largest, plain.dtype)
         self._take(layer, ShardedParameter(self.quantised(plain, scale), plain.axis, plain.pieces))
         layer.weight_scale.allocate()
         layer.weight_scale.data.copy_(scale)
@@ -121,9 +121,13 @@ class ChannelLinear(QuantizedLinear):
             parameter.mark_loaded()
 
     @classmethod
-    def scale_of(cls, largest: Tensor) -> Tensor:
-        """Return the fp32 scales of channels by their largest absolute weights; 1 for a channel of zeros."""
-        return torch.where(largest > 0, largest / cls.limit, 1.0)
+    def scale_of(cls, largest: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the fp32 scales of channels by their largest absolute weights; 1 for a channel of zeros.
+
+        dtype: what they are rounded to, as checkpoints keep them in the model's.
+        """
+        scale = (largest / cls.limit).to(dtype).float()
+        return torch.where(scale > 0, scale, 1.0)
 
     @classmethod
     def quantised(cls, weight: Tensor, scale: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from engine.config import EngineConfig
+from engine.config import USUAL_GROUP, EngineConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.kernels.base import Kernels
 from engine.kernels.onednn import OneDNN, PackedLinear
@@ -22,6 +22,7 @@ from engine.quantization.fp8 import LEAST_CAPABILITY, Fp8Linear
 from engine.quantization.fp8_weight import Fp8BlockLinear, Fp8WeightLinear, plain_eight_bits
 from engine.quantization.int4 import Int4Linear, plain_int4
 from engine.quantization.int8 import Int8Linear
+from engine.quantization.made_int4 import MadeInt4Linear
 from engine.quantization.method import ChannelLinear, QuantizedLinear
 from engine.quantization.nvfp4 import plain_nvfp4
 from engine.quantization.spec import QuantizationSpec
@@ -30,7 +31,9 @@ from parallel.linear import LinearMethod, ParallelLinear, PlainLinear
 
 logger = logging.getLogger(__name__)
 
-METHODS: Mapping[str, type[ChannelLinear]] = {"fp8": Fp8Linear, "int8": Int8Linear}  # that flags name
+# With a scale for each output, by what flags call them.
+METHODS: Mapping[str, type[ChannelLinear]] = {"fp8": Fp8Linear, "int8": Int8Linear}
+MADE_AT_LOAD = (*METHODS, "int4")
 # How plain weights are made of quantised ones.
 MADE_PLAIN = {"fp8": plain_eight_bits, "int8": plain_eight_bits, "int4": plain_int4, "nvfp4": plain_nvfp4}
 
@@ -49,13 +52,20 @@ def quantization_of(config: EngineConfig, stored: QuantizationSpec | None) -> Qu
                 "quantization",
             )
         return _with_plain_activations(stored) if config.device == "cpu" else stored
-    if asked is not None and asked not in METHODS:
+    if asked is not None and asked not in MADE_AT_LOAD:
         raise ConfigError(
-            f"quantization={asked}: the checkpoint's config.json has no quantization_config; use fp8 or "
-            "int8, which are made of plain weights as they are loaded",
+            f"quantization={asked}: the checkpoint's config.json has no quantization_config; use fp8, int8 or "
+            "int4, which are made of plain weights as they are loaded",
             "quantization",
         )
-    return None if asked is None else QuantizationSpec(asked, asked, stored=False)
+    return None if asked is None else made_at_load(asked, config.quantization_group_size)
+
+
+def made_at_load(method: str, group: int | None = None) -> QuantizationSpec:
+    """Return how weights are held that are made of plain ones. group: `quantization_group_size`."""
+    if method == "int4":
+        return QuantizationSpec(method, method, False, layout="pack-quantized", group=group or USUAL_GROUP)
+    return QuantizationSpec(method, method, stored=False)
 
 
 def _with_plain_activations(spec: QuantizationSpec) -> QuantizationSpec:
@@ -100,7 +110,7 @@ def quantize(layers: nn.Module, prefix: str, names: Names, quantization: Quantiz
             "quantization",
         )
     plain: Counter[str] = Counter()
-    for path, layer in _quantised_layers(layers, prefix):
+    for path, layer in quantized_layers(layers, prefix):
         found = checkpoint_names(names, path)
         specs = [quantization.of(name) for name in found]
         if any(spec != specs[0] for spec in specs):
@@ -131,7 +141,7 @@ def quantize(layers: nn.Module, prefix: str, names: Names, quantization: Quantiz
 def _method_of(spec: QuantizationSpec, layer: ParallelLinear) -> LinearMethod:
     """Return the method of a layer that is not loaded yet."""
     if spec.weights == "int4":
-        return Int4Linear(spec)
+        return Int4Linear(spec) if spec.stored else MadeInt4Linear(spec)
     if spec.weights == "nvfp4":
         return MadePlain(layer.weight, partial(plain_nvfp4, spec))
     if spec.block is not None:
@@ -197,7 +207,8 @@ class _Packing:
         return ours if choice.fastest(weight, ways) == "ours" else self._one_dnn.pack(weight)
 
 
-def _quantised_layers(layers: nn.Module, prefix: str) -> Iterator[tuple[str, ParallelLinear | HeadProducts]]:
+def quantized_layers(layers: nn.Module, prefix: str) -> Iterator[tuple[str, ParallelLinear | HeadProducts]]:
+    """Yield the layers that methods take, with their paths in the model. prefix: of `layers` there."""
     for inner, module in layers.named_modules():
         if (isinstance(module, ParallelLinear) and module.quantized) or isinstance(module, HeadProducts):
             yield f"{prefix}.{inner}", module

@@ -14,7 +14,8 @@ from engine.loader.weights import load_model
 from engine.quantization.fp8 import Fp8Linear
 from engine.quantization.fp8_weight import Fp8WeightLinear
 from engine.quantization.int8 import Int8Linear
-from engine.quantization.select import METHODS, quantization_of, quantize
+from engine.quantization.select import MADE_AT_LOAD, METHODS, quantization_of, quantize
+from engine.quantization.select import made_at_load as spec_of
 from engine.quantization.spec import QuantizationSpec
 from engine.resolve import resolve, resolve_for
 from engine.worker.footprint import footprint_of
@@ -30,6 +31,9 @@ from tests.parity.tiny_models import CONFIGS, check_against, prompts
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TURNED = ("gpt_oss", "llama4_text")  # whose experts are stored as [in, out]
+GROUP = 8
+# What is asked of an engine, by what is made.
+MADE = {"int8": {"quantization": "int8"}, "int4": {"quantization": "int4", "quantization_group_size": GROUP}}
 
 
 def config(folder, **values):
@@ -44,7 +48,25 @@ def with_weights(model, meaning):
     return before
 
 
-def made_at_load(model, form):
+def in_eight_bits(form):
+    def stand_for(rows):
+        scale = form.scale_of(rows.abs().amax(dim=1))
+        return form.quantised(rows, scale).float() * scale[:, None]
+
+    return stand_for
+
+
+def in_four_bits(rows):
+    groups = rows.unflatten(1, (-1, GROUP))
+    largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
+    scale = largest / -8
+    return ((groups / scale).round().clamp(-8, 7) * scale).flatten(1)
+
+
+STAND_FOR = {"int8": in_eight_bits(METHODS["int8"]), "int4": in_four_bits}
+
+
+def made_at_load(model, stand_for):
     meaning = {}
     for name, weight in model.state_dict().items():
         module, leaf = name.split(".")[-2:]
@@ -53,30 +75,30 @@ def made_at_load(model, form):
         if experts or (leaf == "weight" and (module in PROJECTIONS or conv1d)):
             turned = conv1d or (experts and model.config.model_type in TURNED)
             rows = weight.transpose(-1, -2) if turned else weight
-            flat = rows.reshape(-1, rows.shape[-1])
-            scale = form.scale_of(flat.abs().amax(dim=1))
-            stands_for = (form.quantised(flat, scale).float() * scale[:, None]).view_as(rows)
+            stands_for = stand_for(rows.reshape(-1, rows.shape[-1])).view_as(rows)
             meaning[name] = stands_for.transpose(-1, -2).contiguous() if turned else stands_for
     return meaning
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("weights", MADE)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_int8_gives_what_the_model_gives_with_the_weights_it_stands_for(models, name, backend):
+def test_a_model_says_what_it_says_with_the_weights_that_quantised_ones_stand_for(models, name, weights, backend):
     model, folder = models(name)
-    before = with_weights(model, made_at_load(model, METHODS["int8"]))
+    before = with_weights(model, made_at_load(model, STAND_FOR[weights]))
     try:
-        runner = ModelRunner(config(folder, quantization="int8", attention_backend=backend), SoloGroup())
+        runner = ModelRunner(config(folder, **MADE[weights], attention_backend=backend), SoloGroup())
         ragged = prompts(5, seed=4)
         check_against(model, Stepper(runner).generate(ragged, 6), ragged)
     finally:
         with_weights(model, before)
 
 
+@pytest.mark.parametrize("weights", MADE)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_two_ranks_hold_and_say_what_one_does(two_ranks, models, name):
+def test_two_ranks_hold_and_say_what_one_does(two_ranks, models, name, weights):
     _, folder = models(name)
-    asked = config(folder, quantization="int8")
+    asked = config(folder, **MADE[weights])
     ranks = two_ranks(lambda group: ModelRunner(asked, group))
 
     def execute(inputs, draws):
@@ -96,11 +118,11 @@ def parameters_of(group, folder, asked):
     }
 
 
-@pytest.mark.parametrize("weights", METHODS)
+@pytest.mark.parametrize("weights", MADE_AT_LOAD)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
 def test_weights_are_the_same_whatever_the_number_of_ranks(two_ranks, models, name, weights):
     folder = open_model(str(models(name)[1]))
-    asked = QuantizationSpec(weights, weights, stored=False)
+    asked = spec_of(weights, GROUP)
     whole = parameters_of(SoloGroup(), folder, asked)
     for rank, share in enumerate(two_ranks(parameters_of, folder, asked)):
         for target, (found, axis, pieces) in share.items():
@@ -194,17 +216,19 @@ def test_fp8_through_the_whole_model_is_near_the_plain_one(models, monkeypatch):
         assert 0 < float((found - expected).norm() / expected.norm()) < 0.15
 
 
-@pytest.mark.parametrize("weights", METHODS)
+@pytest.mark.parametrize("weights", MADE_AT_LOAD)
 @pytest.mark.parametrize("name", ["llama", "llama3_tied_biased", "gpt2"])
 def test_the_plan_counts_quantised_weights_to_the_byte(two_ranks, models, name, weights):
     folder = open_model(str(models(name)[1]))
-    asked = config(folder.path, quantization=weights)
+    asked = config(folder.path, **MADE.get(weights, {"quantization": weights}))
     for size in (1, 2):
         full = resolve_for(replace(asked, tensor_parallel_size=size, dtype="bfloat16"), folder.config, "cuda")
         planned = footprint_of(full, folder.config).weight_bytes
         held = two_ranks(held_weights, folder, full) if size == 2 else [held_weights(SoloGroup(), folder, full)]
         assert held == [planned] * size
-        plain = footprint_of(replace(full, quantization=None), folder.config).weight_bytes
+        plain = footprint_of(
+            replace(full, quantization=None, quantization_group_size=None), folder.config
+        ).weight_bytes
         assert 0.5 < planned / plain < 0.9
 
 
