@@ -5,9 +5,9 @@ weights then get the same tokens (teacher forcing), and their logits after each 
 and they answer by themselves, where one other token makes all later ones differ. fp8 is emulated: its arithmetic is
 that of the GPU (exact products of e4m3, summed in fp32), which is all that is said of it here.
 
-Speed, on this CPU, which takes minutes: decode of one sequence and of eight, plain and int8 in turns in one process,
-the best of several rounds; on a random Qwen3-shaped model of 100M parameters, whose weights are far larger than the
-cache.
+Speed, on this CPU, which takes minutes: decode of one sequence and of eight, plain, int8 and int4 in turns in one
+process, the best of several rounds; on a random Qwen3-shaped model of 100M parameters, or 0.6B (`--shape 0.6b`), with
+weights far larger than the cache.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -37,10 +39,11 @@ from engine.worker.footprint import footprint_of
 from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup
 from tests.bench.machine import provenance
-from tests.bench.random_model import save_random_model
+from tests.bench.random_model import SIZES, save_random_model
 from tests.parity.stepping import Sequence, Stepper, sampling
 
 ANSWER = 64  # tokens
+Flags = dict[str, Any]
 NAMES = (
     *("os.path.join", "os.path.exists", "os.listdir", "os.makedirs", "shutil.copytree", "shutil.rmtree", "glob.glob"),
     *("json.dumps", "json.loads", "csv.reader", "pickle.load", "random.choice", "random.shuffle", "math.gcd"),
@@ -48,13 +51,19 @@ NAMES = (
     *("itertools.chain", "functools.partial", "collections.Counter", "heapq.heappush", "bisect.insort", "zlib.crc32"),
     *("hashlib.sha256", "socket.create_connection", "threading.Thread", "subprocess.run", "logging.getLogger"),
 )
-KINDS = (
-    ("float32", None),
-    ("bfloat16", None),
-    ("float32", "int8"),
-    ("bfloat16", "int8"),
-    ("bfloat16", "fp8"),
+GROUPS = (128, 64, 32)
+# Data type of activations, and what the flags say of weights.
+KINDS: tuple[tuple[str, Flags], ...] = (
+    ("float32", {}),
+    ("bfloat16", {}),
+    ("float32", {"quantization": "int8"}),
+    ("bfloat16", {"quantization": "int8"}),
+    ("bfloat16", {"quantization": "fp8"}),
+    *(("float32", {"quantization": "int4", "quantization_group_size": group}) for group in GROUPS),
+    ("bfloat16", {"quantization": "int4"}),
 )
+WEIGHTS: dict[str, Flags] = {"plain": {}, "int8": {"quantization": "int8"}, "int4": {"quantization": "int4"}}
+BLOCKS = 256  # of KV cache
 BATCHES = (1, 8)
 DECODED = 48
 
@@ -89,10 +98,10 @@ def accuracy() -> Iterator[tuple[str, Distance]]:
     prompts = chats()
     texts: list[Sequence] = []
     reference: list[Tensor] = []
-    for dtype, quantization in KINDS:
-        name = dtype if quantization is None else f"{quantization}, activations in {dtype}"
+    for dtype, flags in KINDS:
+        name = _name(dtype, flags)
         _tell(f"{name}: {len(prompts)} answers")
-        stepper = _stepper(dtype, quantization)
+        stepper = _stepper(dtype, flags)
         own = stepper.generate(prompts, ANSWER)
         stepper.release(own)
         texts = texts or own
@@ -100,34 +109,38 @@ def accuracy() -> Iterator[tuple[str, Distance]]:
         reference = reference or found
         pairs = [_common(mine.tokens, text.tokens, len(p)) for mine, text, p in zip(own, texts, prompts, strict=True)]
         together = sum(pairs) / (ANSWER * len(prompts))
-        yield name, _distance(torch.cat(found), torch.cat(reference), together, _bytes(dtype, quantization))
+        yield name, _distance(torch.cat(found), torch.cat(reference), together, _bytes(dtype, flags))
 
 
-def speed(threads: int, rounds: int) -> dict[str, float]:
+def _name(dtype: str, flags: Flags) -> str:
+    form = EngineConfig("", **flags).weight_form
+    return dtype if form is None else f"{form}, activations in {dtype}"
+
+
+def speed(threads: int, rounds: int, shape: str = "100m") -> dict[str, float]:
     """Return decoded tokens a second by dtype, weights and sequences."""
     torch.set_num_threads(threads)
     best: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        _tell("speed: making a model of 100M parameters")
-        save_random_model(Path(folder))
+        _tell(f"speed: making a model of {shape.upper()} parameters")
+        save_random_model(Path(folder), sizes=SIZES[shape])
         for dtype in ("float32", "bfloat16"):
-            with (
-                LLM(folder, dtype=dtype, device="cpu") as plain,
-                LLM(folder, dtype=dtype, device="cpu", quantization="int8") as int8,
-            ):
+            with ExitStack() as stack:
+                made = {
+                    name: stack.enter_context(LLM(folder, dtype=dtype, device="cpu", num_kv_blocks=BLOCKS, **flags))
+                    for name, flags in WEIGHTS.items()
+                }
                 for number in range(rounds):
                     _tell(f"speed in {dtype}: round {number + 1} of {rounds}")
                     for batch in BATCHES:
-                        for name, llm in (("plain", plain), ("int8", int8)):
+                        for name, llm in made.items():
                             key = f"{dtype} {name} {batch}"
                             best[key] = max(best.get(key, 0.0), _decode(llm, batch))
     return best
 
 
-def _stepper(dtype: str, quantization: str | None) -> Stepper:
-    config = EngineConfig(
-        str(demo_model_path()), dtype=dtype, quantization=quantization, device="cpu", num_kv_blocks=512
-    )
+def _stepper(dtype: str, flags: Flags) -> Stepper:
+    config = EngineConfig(str(demo_model_path()), dtype=dtype, device="cpu", num_kv_blocks=512, **flags)
     with mock.patch("engine.resolve.check_device"):  # which refuses fp8 on a CPU
         return Stepper(ModelRunner(config, SoloGroup()))
 
@@ -162,8 +175,8 @@ def _common(mine: list[int], theirs: list[int], start: int) -> int:
     return next(differing, len(theirs)) - start
 
 
-def _bytes(dtype: str, quantization: str | None) -> int:
-    config = EngineConfig(str(demo_model_path()), dtype=dtype, quantization=quantization)
+def _bytes(dtype: str, flags: Flags) -> int:
+    config = EngineConfig(str(demo_model_path()), dtype=dtype, **flags)
     model = open_model(config.model).config
     return footprint_of(resolve_for(config, model, "cuda"), model).weight_bytes
 
@@ -191,9 +204,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--shape", choices=SIZES, default="100m")
+    parser.add_argument("--speed-only", action="store_true")
     options = parser.parse_args()
     machine = provenance()["machine"]
     print(f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_before']}, torch {torch.__version__}\n")
+    if not options.speed_only:
+        _print_accuracy()
+    print(
+        f"\n| decode tokens/s, {options.threads} threads, {options.shape} | sequences | plain | int8 | x | int4 | x |"
+    )
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    best = speed(options.threads, options.rounds, options.shape)
+    for dtype in ("float32", "bfloat16"):
+        for batch in BATCHES:
+            plain, int8, int4 = (best[f"{dtype} {name} {batch}"] for name in WEIGHTS)
+            rates = f"{plain:.1f} | {int8:.1f} | {int8 / plain:.2f} | {int4:.1f} | {int4 / plain:.2f}"
+            print(f"| {dtype} | {batch} | {rates} |")
+
+
+def _print_accuracy() -> None:
     print("| weights | MB | mean apart | most apart | spread | KL, nats | same best | together |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for name, found in accuracy():
@@ -202,13 +232,6 @@ def main() -> None:
             f"{found.kl:.2e} | {found.same:.2%} | {found.together:.2%} |",
             flush=True,
         )
-    print(f"\n| decode tokens/s, {options.threads} threads | sequences | plain | int8 | x |")
-    print("| --- | ---: | ---: | ---: | ---: |")
-    best = speed(options.threads, options.rounds)
-    for dtype in ("float32", "bfloat16"):
-        for batch in BATCHES:
-            plain, int8 = best[f"{dtype} plain {batch}"], best[f"{dtype} int8 {batch}"]
-            print(f"| {dtype} | {batch} | {plain:.1f} | {int8:.1f} | {int8 / plain:.2f} |")
 
 
 if __name__ == "__main__":

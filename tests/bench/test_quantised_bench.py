@@ -9,12 +9,12 @@ from tests.bench import quantised
 
 def test_rounds_are_told_while_they_take_minutes(monkeypatch, capsys):
     rates = iter(range(1, 100))
-    monkeypatch.setattr(quantised, "save_random_model", lambda folder: None)
+    monkeypatch.setattr(quantised, "save_random_model", lambda folder, sizes: None)
     monkeypatch.setattr(quantised, "LLM", lambda *_, **settings: nullcontext(settings))
     monkeypatch.setattr(quantised, "_decode", lambda llm, batch: float(next(rates)))
     monkeypatch.setattr("torch.set_num_threads", lambda count: None)
     best = quantised.speed(threads=1, rounds=2)
-    assert (best["float32 plain 1"], best["bfloat16 int8 8"]) == (5.0, 16.0)
+    assert (best["float32 plain 1"], best["bfloat16 int8 8"], best["bfloat16 int4 8"]) == (7.0, 23.0, 24.0)
     told = capsys.readouterr()
     assert told.out == ""
     rounds = [f"speed in {dtype}: round {number} of 2" for dtype in ("float32", "bfloat16") for number in (1, 2)]
@@ -23,9 +23,9 @@ def test_rounds_are_told_while_they_take_minutes(monkeypatch, capsys):
 
 def test_tables_alone_are_on_stdout(monkeypatch, capsys):
     found = quantised.Distance(0.5, 1.0, 2.0, 1e-3, 0.75, 0.5, 1_000_000)
-    rates = {f"{d} {kind} {n}": 1.0 for d in ("float32", "bfloat16") for kind in ("plain", "int8") for n in (1, 8)}
+    rates = {f"{d} {kind} {n}": 1.0 for d in ("float32", "bfloat16") for kind in quantised.WEIGHTS for n in (1, 8)}
     monkeypatch.setattr(quantised, "accuracy", lambda: iter([("float32", found)]))
-    monkeypatch.setattr(quantised, "speed", lambda threads, rounds: rates)
+    monkeypatch.setattr(quantised, "speed", lambda threads, rounds, shape: rates)
     monkeypatch.setattr("sys.argv", ["quantised"])
     quantised.main()
     lines = capsys.readouterr().out.splitlines()

@@ -14,12 +14,16 @@ from tests.chaos.streams import check_exact, client_of, read_all
 from tests.e2e.harness import App, deploy, kill, processes
 from tests.long import long
 from tests.parity.census import save_oracle
+from tests.parity.stored_formats import FORMATS, store
 
 NAME = "kinds"
 STREAMS, TOKENS = 16, 90
 # Experts with sinks; a hybrid with recurrent state; latent attention with experts in groups; and one without a native
 # family, through the layers of the transformers library.
 KINDS = ["gpt_oss", "lfm2", long("deepseek_v3"), long("exaone4")]
+# Experts in four bits, made as they load; and each format of quantised checkpoints.
+MADE = {"quantization": "int4", "quantization_group_size": 16}
+QUANTISED = ["made", *(long(kind) for kind in FORMATS)]
 
 
 def asked(index: int) -> dict[str, Any]:
@@ -29,16 +33,37 @@ def asked(index: int) -> dict[str, Any]:
     return {"model": NAME, "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, **sampling}
 
 
-@pytest.fixture(params=KINDS)
-def app(serve_port: int, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[App]:
+def deployed(serve_port: int, folder: Path, **more: Any) -> Iterator[App]:
     """Two replicas of a tiny random model."""
-    folder = str(save_oracle(request.param, tmp_path).folder)
     settings = {"served_model_name": NAME, "replicas": 2, "cpus_per_worker": 0.5, "dtype": "float32"}
-    yield deploy(serve_port, NAME, model=folder, **settings)
+    yield deploy(serve_port, NAME, model=str(folder), **settings, **more)
     serve.delete(NAME)
 
 
+@pytest.fixture(params=KINDS)
+def app(serve_port: int, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[App]:
+    yield from deployed(serve_port, save_oracle(request.param, tmp_path).folder)
+
+
+@pytest.fixture(params=QUANTISED)
+def quantised(serve_port: int, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[App]:
+    plain = save_oracle("qwen3_moe", tmp_path / "plain", hidden_size=64, intermediate_size=96).folder
+    if request.param == "made":
+        yield from deployed(serve_port, plain, **MADE)
+    else:
+        store(plain, tmp_path, *FORMATS[request.param])
+        yield from deployed(serve_port, tmp_path / "stored")
+
+
 async def test_every_stream_survives_a_kill(app: App) -> None:
+    await survives(app)
+
+
+async def test_streams_of_quantised_weights_survive_one_too(quantised: App) -> None:
+    await survives(quantised)
+
+
+async def survives(app: App) -> None:
     async with client_of(app.url) as client:
         requests = [asked(index) for index in range(STREAMS)]
         undisturbed = await read_all(client, requests)
