@@ -33,6 +33,7 @@ def all_checks(where: Where, environment: Environment) -> list[Check]:
         Check("shadowed", CheckIn("packages", "check_shadowed")),
         Check("ray cluster", CheckIn("network", "check_ray", (environment.ray_address,)), PROBE_SECONDS),
         Check("gpus", CheckIn("machine", "check_devices"), PROBE_SECONDS),
+        Check("weights", CheckIn("machine", "check_weights"), PROBE_SECONDS),
         Check(
             "port",
             CheckIn(
@@ -48,7 +49,7 @@ def all_checks(where: Where, environment: Environment) -> list[Check]:
     ]
     if where.grpc_port is not None:
         checks.insert(
-            5,
+            6,
             Check("grpc port", CheckIn("network", "check_port", (where.host, where.grpc_port, "grpc_port"))),
         )
     return checks

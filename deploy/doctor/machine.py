@@ -178,3 +178,27 @@ def _attention(report: Mapping[str, Any]) -> Finding:
         return ok("attention", f"{' and '.join(found)} installed")
     remedy = "pip install -e '.[gpu]' in Squadron's folder"
     return warning("attention", "neither triton nor flash-attn: slow on GPUs", remedy)
+
+
+SLOW = "made plain for each product, which is slow"
+
+
+def check_weights() -> list[Finding]:
+    """Say which quantised weights are multiplied as they are, by what a process of its own finds."""
+    return weights(lambda: ask("weights", seconds=PROBE_SECONDS))
+
+
+def weights(probe: Callable[[], Mapping[str, Any]]) -> list[Finding]:
+    """Return the finding on quantised weights."""
+    try:
+        report = probe()
+    except ProbeError as error:
+        remedy = "see that `python -c 'import torch, engine'` works"
+        return [warning("weights", f"what multiplies by quantised ones is not known: {error}", remedy)]
+    if report["gpu"]:
+        fp8 = "fp8 by matrix units, int8 by Triton" if report["fp8"] else "int8 by Triton; there are no units for fp8"
+        return [ok("weights", f"{fp8}; int4 and fp8 by blocks are {SLOW}")]
+    if report["compiled"] is None:
+        text = f"int8 and int4 by torch's products where it has them, else {SLOW}, as fp8 is"
+        return [warning("weights", text, "install a C compiler (gcc), of which products of our own are made")]
+    return [ok("weights", f"int8 and int4 by products compiled for {report['compiled']}; fp8 is {SLOW}")]

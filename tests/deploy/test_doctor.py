@@ -145,8 +145,8 @@ def test_the_command_prints_all_and_returns_the_code(monkeypatch, capsys, as_jso
 def test_all_that_is_promised_is_checked():
     checks = all_checks(Where(grpc_port=9000), Environment(ray_address="auto"))
     names = [check.name for check in checks]
-    promised = ("packages", "shadowed", "ray cluster", "gpus", "port", "grpc port", "shared memory", "open files")
-    assert names == [*promised, "disks", "hub"]
+    promised = ("packages", "shadowed", "ray cluster", "gpus", "weights", "port", "grpc port", "shared memory")
+    assert names == [*promised, "open files", "disks", "hub"]
     for check in checks:
         assert callable(check.run.load())
 
@@ -171,6 +171,7 @@ def test_the_doctor_checks_this_machine_and_ends_in_time():
         "squadron",
         "shadowed",
         "gpus",
+        "weights",
         "port",
         "shared memory",
         "open files",

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from deploy.cli.terminal import GIB, MIB
-from deploy.doctor.checks import Level, ProbeError
+from deploy.doctor.checks import Level, ProbeError, ask
 from deploy.doctor.machine import (
     GOOD_CACHE,
     DiskSpace,
@@ -23,6 +23,7 @@ from deploy.doctor.machine import (
     nvidia_devices,
     open_files,
     shared_memory,
+    weights,
 )
 from deploy.doctor.network import check_port, hub, port_free, ray_cluster
 from deploy.doctor.packages import check_shadowed, check_versions, package_versions, python_version, shadowed
@@ -227,6 +228,42 @@ def test_gpus_are_counted_by_their_device_files(tmp_path):
     for name in ("nvidia0", "nvidia7", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
     assert nvidia_devices(tmp_path) == 2
+
+
+# Quantised weights.
+
+
+@pytest.mark.parametrize(
+    ("report", "level", "words"),
+    [
+        ({"gpu": True, "fp8": True}, "ok", "fp8 by matrix units"),
+        ({"gpu": True, "fp8": False}, "ok", "no units for fp8"),
+        (
+            {"gpu": False, "fp8": False, "compiled": "avx512_bf16"},
+            "ok",
+            "products compiled for avx512_bf16",
+        ),
+        ({"gpu": False, "fp8": False, "compiled": None}, "warning", "by torch's products"),
+    ],
+)
+def test_what_multiplies_by_quantised_weights_is_told(report, level, words):
+    (found,) = weights(lambda: report)
+    assert (found.check, found.level.value) == ("weights", level)
+    assert words in found.text
+
+
+def test_a_probe_of_weights_that_fails_is_told():
+    def broken():
+        raise ProbeError("no answer within 60 s")
+
+    (found,) = weights(broken)
+    assert found.level is Level.WARNING
+    assert "no answer" in found.text
+
+
+def test_the_probe_of_weights_says_what_this_machine_runs():
+    found = ask("weights", seconds=120.0)
+    assert found["gpu"] or found["compiled"] in {"avx2", "avx512", "avx512_bf16", "amx", "this CPU", None}
 
 
 # Ports.
