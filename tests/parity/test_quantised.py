@@ -14,9 +14,9 @@ from engine.loader.weights import load_model
 from engine.quantization.fp8 import Fp8Linear
 from engine.quantization.fp8_weight import Fp8WeightLinear
 from engine.quantization.int8 import Int8Linear
+from engine.quantization.made_int4 import MadeInt4Linear
 from engine.quantization.select import MADE_AT_LOAD, METHODS, quantization_of, quantize
 from engine.quantization.select import made_at_load as spec_of
-from engine.quantization.spec import QuantizationSpec
 from engine.resolve import resolve, resolve_for
 from engine.worker.footprint import footprint_of
 from engine.worker.runner import ModelRunner
@@ -232,11 +232,12 @@ def test_the_plan_counts_quantised_weights_to_the_byte(two_ranks, models, name, 
         assert 0.5 < planned / plain < 0.9
 
 
-def test_a_layer_at_a_time_is_plain_while_a_model_is_quantised(models, monkeypatch):
+@pytest.mark.parametrize(("form", "dtype"), [(Int8Linear, torch.int8), (MadeInt4Linear, torch.uint8)])
+def test_a_layer_at_a_time_is_plain_while_a_model_is_quantised(models, monkeypatch, form, dtype):
     """Neither all plain weights nor a second copy of them are ever in memory."""
     folder = open_model(str(models("llama")[1]))
     seen = []
-    built, load = [], Int8Linear.load
+    built, load = [], form.load
 
     def noted(layers, *asked):
         built.append(layers)
@@ -248,10 +249,11 @@ def test_a_layer_at_a_time_is_plain_while_a_model_is_quantised(models, monkeypat
         load(self, layer)
 
     monkeypatch.setattr("engine.loader.weights.quantize", noted)
-    monkeypatch.setattr(Int8Linear, "load", watched)
-    model = load_model(folder, 64, SoloGroup(), torch.float32, QuantizationSpec("int8", "int8", stored=False))
+    monkeypatch.setattr(form, "load", watched)
+    asked = spec_of("int8" if form is Int8Linear else "int4", GROUP)
+    model = load_model(folder, 64, SoloGroup(), torch.float32, asked)
     assert seen == 3 * [4, 3, 2, 1]
-    assert {p.weight.dtype for p in model.layers.modules() if isinstance(p, ParallelLinear)} == {torch.int8}
+    assert {p.weight.dtype for p in model.layers.modules() if isinstance(p, ParallelLinear)} == {dtype}
 
 
 def test_the_flag_is_resolved_to_what_the_checkpoint_is(models, tmp_path):

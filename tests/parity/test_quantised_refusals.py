@@ -15,7 +15,7 @@ from engine.loader.checkpoint import open_model
 from engine.loader.weights import load_model
 from engine.quantization import select as quantization
 from engine.quantization.spec import QuantizationSpec
-from engine.resolve import resolve_for
+from engine.resolve import check_model, resolve_for
 from parallel.group import SoloGroup
 from tests.parity.compressed import DYNAMIC, SCHEMES, compress, edit_config, scheme
 from tests.parity.tiny_models import make
@@ -90,8 +90,9 @@ STORED = QuantizationSpec("compressed-tensors", "fp8")
     [
         ("fp8", None, "cpu", ["needs a GPU", "quantization=int8"]),
         ("int8", STORED, "cuda", ["already, by compressed-tensors", "leave the flag out"]),
-        ("compressed-tensors", None, "cpu", ["no quantization_config", "fp8 or int8"]),
-        ("gptq", None, "cpu", ["quantization=gptq", "no quantization_config", "fp8 or int8"]),
+        ("compressed-tensors", None, "cpu", ["no quantization_config", "fp8, int8 or int4"]),
+        ("gptq", None, "cpu", ["quantization=gptq", "no quantization_config", "fp8, int8 or int4"]),
+        ("int4", STORED, "cpu", ["already, by compressed-tensors", "leave the flag out"]),
     ],
 )
 def test_contradictions_are_refused_with_what_works(plain, asked, stored, device, words):
@@ -100,6 +101,40 @@ def test_contradictions_are_refused_with_what_works(plain, asked, stored, device
     assert error.value.flag == "quantization"
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "size", "words"),
+    [
+        (None, 64, ["for quantization=int4", "leave it out"]),
+        ("int8", 64, ["for quantization=int4"]),
+        ("int4", 48, ["power of two"]),
+        ("int4", 4, ["at least 8"]),
+        ("int4", 64.0, ["a whole number"]),
+    ],
+)
+def test_sizes_of_groups_that_are_none_are_refused(method, size, words):
+    with pytest.raises(ConfigError) as error:
+        EngineConfig("m", quantization=method, quantization_group_size=size)
+    assert error.value.flag == "quantization_group_size"
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "words"),
+    [
+        (1, 128, "qkv: 64 inputs are no multiple of quantization_group_size=128; use quantization_group_size=64"),
+        (2, 32, "down on each of 2 ranks: 48 inputs are no multiple .*; use quantization_group_size=16"),
+    ],
+)
+def test_inputs_that_are_no_multiple_of_a_group_are_refused_with_what_works(plain, ranks, size, words):
+    asked = EngineConfig(
+        str(plain), quantization="int4", quantization_group_size=size, tensor_parallel_size=ranks, device="cpu"
+    )
+    model = open_model(str(plain)).config
+    with pytest.raises(ConfigError, match=words):
+        check_model(resolve_for(asked, model, "cpu"), model)
 
 
 def test_a_gpu_without_units_for_fp8_is_refused(plain, monkeypatch):

@@ -163,12 +163,20 @@ def test_whatever_makes_other_prompts_has_another_fingerprint(folder: Path, name
 def test_a_replica_tells_what_its_weights_are_held_in(folder: Path) -> None:
     group = SimpleNamespace(info=SimpleNamespace(vocab_size=9, eos_token_ids=(1,), num_kv_blocks=8, arithmetic={}))
     told = set()
-    for quantization in (None, "int8"):
-        config = ClusterConfig(model=str(folder), quantization=quantization)
+    settings: list[dict[str, Any]] = [
+        {},
+        {"quantization": "int8"},
+        {"quantization": "int4"},
+        {"quantization": "int4", "quantization_group_size": 128},
+        {"quantization": "int4", "quantization_group_size": 64},
+    ]
+    for each in settings:
+        config = ClusterConfig(model=str(folder), **each)
         group.info.config = config.engine.resolved(dtype="float32", max_model_len=16)
         told.add(weights_of(_facts("a", config, group).fingerprint))
-    assert told == {model_fingerprint(str(folder), "float32", each) for each in (None, "int8")}
-    assert len(told) == 2
+    forms = (None, "int8", "int4", "int4 by 64")
+    assert told == {model_fingerprint(str(folder), "float32", form) for form in forms}
+    assert len(told) == 4
 
 
 SIZES = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "num_kv_blocks": 16}
