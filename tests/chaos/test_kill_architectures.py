@@ -47,7 +47,7 @@ def app(serve_port: int, request: pytest.FixtureRequest, tmp_path: Path) -> Iter
 
 @pytest.fixture(params=QUANTISED)
 def quantised(serve_port: int, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[App]:
-    plain = save_oracle("qwen3_moe", tmp_path / "plain", hidden_size=64, intermediate_size=96).folder
+    plain = save_oracle("qwen3_moe", tmp_path / "base", hidden_size=64, intermediate_size=96).folder
     if request.param == "made":
         yield from deployed(serve_port, plain, **MADE)
     else:
