@@ -46,7 +46,7 @@ def _with_a_replica(life: RouterLife) -> set[str]:
     waiting = placement._waiting.waiting()
     in_line = set[str]()
     if life.admission is not None and life.admission._inflight.has_room():
-        in_line = {f"{name} in line" for name, count in life.admission.waiting().items() if count}
+        in_line = {f"{queued.request.request_id} in line" for queued in life.admission._queue.items()}
     could = {live.request_id for i, live in enumerate(waiting) if selection._pool_for(live, len(waiting) - i)}
     return in_line | could
 
