@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -122,16 +123,15 @@ def _new_folder(target: Path) -> Iterator[Path]:
     """Yield a folder that becomes `target` if all goes well, and is removed if not."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} is there already; give a folder that is empty or not there yet", "folder")
-    folder = target.with_name(f".{target.name}.partial")
     try:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        yield folder
-        folder.replace(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as held:
+            folder = Path(held) / target.name
+            folder.mkdir()
+            yield folder
+            folder.replace(target)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{target} cannot be written: {error}", "folder") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write(
