@@ -14,6 +14,7 @@ from cluster.app_config import APP_WIDE, PER_MODEL
 from cluster.config import ClusterConfig
 from deploy.chart.values import Values
 from deploy.cli.flags import CHOICES, POSITIONAL, settings
+from engine.config import LEAST_GROUP
 
 # What the chart says itself: where to listen, where keys are, and what it has no Service or NetworkPolicy for.
 OWNED_BY_CHART = ("host", "port", "ingress", "grpc_port", "api_key", "api_key_file", "metrics_key", "link_host")
@@ -24,6 +25,7 @@ LISTS = ("served_model_name", "cudagraph_capture_sizes", "allowed_hosts", "allow
 # What configs refuse when they are made, which their annotations do not say.
 BOUNDS: Mapping[str, Mapping[str, Any]] = {
     "tensor_parallel_size": {"minimum": 1},
+    "quantization_group_size": {"minimum": LEAST_GROUP},
     "max_num_seqs": {"minimum": 1},
     "max_num_batched_tokens": {"minimum": 1},
     "max_model_len": {"minimum": 2},

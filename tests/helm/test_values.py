@@ -21,7 +21,12 @@ MODEL = SCHEMA["properties"]["models"]["items"]["properties"]
 APP = SCHEMA["properties"]["app"]["properties"]
 SETTINGS = {name: schema for name, schema in (MODEL | APP).items() if name != "workerGroup"}
 # With which a bound of another setting is reached without a contradiction.
-BESIDE = {"min_replicas": {"max_replicas": 8}, "max_replicas": {}, "replicas": {}}
+BESIDE = {
+    "min_replicas": {"max_replicas": 8},
+    "max_replicas": {},
+    "replicas": {},
+    "quantization_group_size": {"quantization": "int4"},
+}
 STEP = {"integer": 1, "number": 0.001}
 
 
