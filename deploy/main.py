@@ -233,7 +233,8 @@ def quantize(
         typer.Option("--quantization", "-q", help="Type of the weights of linear layers."),
     ] = "int4",
     quantization_group_size: Annotated[
-        int | None, typer.Option(help="Inputs that share a scale in int4.", show_default="128")
+        int | None,
+        typer.Option(help="Inputs that share a scale in int4; most engines take 32, 64, 128.", show_default="128"),
     ] = None,
 ) -> None:
     """Write MODEL to FOLDER with its linear layers quantised, as compressed-tensors, which other engines read, too.

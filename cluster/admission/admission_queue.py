@@ -220,7 +220,7 @@ class AdmissionQueue:
         most = self._config.longest_wait
         if queued.came_to_none:  # the queue may move again in a moment, and then it has as long as the others
             most = max(most, self._config.absent_wait or 0.0)
-        seconds = self._drain.seconds_for(self._queue.work_ahead(queued.tenant, queued.priority, queued.work))
+        seconds = self._drain.foretold(self._queue.work_ahead(queued.tenant, queued.priority, queued.work))
         if seconds is not None and seconds > most:
             raise self._refusal(queued, f"the request would wait {seconds:.1f} s for its turn, {most:g} s at most")
         if queued.deadline is not None and queued.since + (seconds or 0.0) >= queued.deadline:

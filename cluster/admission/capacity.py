@@ -166,13 +166,18 @@ class DrainRate:
         return self._work / self._seconds if self._seconds >= _LEAST and self._work > 0 else None
 
     def seconds_for(self, work: int) -> float | None:
-        """Return how long so much work takes, None while that is not known.
-
-        Of a wait that is long beside what was measured only a part is foretold: a moment in which little was done,
-        one long prompt or a slow network, is no reason to refuse whoever would wait for a minute.
-        """
+        """Return how long so much work takes, None while that is not known."""
         rate = self.per_second
-        return None if rate is None else min(work / rate, _FORESIGHT * self._measured)
+        return None if rate is None else work / rate
+
+    def foretold(self, work: int) -> float | None:
+        """Return how much of the time that so much work takes is certain enough to refuse it for.
+
+        Of a wait that is long beside what was measured only a part is: a moment in which little was done, one long
+        prompt or a slow network, is no reason to refuse whoever would wait for a minute.
+        """
+        seconds = self.seconds_for(work)
+        return None if seconds is None else min(seconds, _FORESIGHT * self._measured)
 
 
 class OutputLength:

@@ -16,7 +16,7 @@ from deploy.capacity.load import ExpectedLoad, Roofline, ServiceEstimate, StepTi
 from deploy.cli.flags import in_flags
 from deploy.cli.model_files import read_model_config
 from deploy.cli.terminal import gib
-from engine.config import EngineConfig
+from engine.config import USUAL_GROUP, EngineConfig
 from engine.errors import ConfigError
 from parallel.errors import ShardingError
 
@@ -43,7 +43,7 @@ class CapacityPlan:
             "parameters": found.parameters,
             "dtype": config.dtype,
             "quantization": config.quantization,
-            "quantization_group_size": config.quantization_group_size,
+            "quantization_group_size": _group_size(config),
             "gpu": asdict(fit.gpu),
             "tensor_parallel_size": config.tensor_parallel_size,
             "max_model_len": config.context_len,
@@ -138,6 +138,10 @@ def notes(fit: GpuFit) -> list[str]:
         reason = in_flags(fit.footprint.no_attention)
         found.append(f"No attention made for GPUs serves it so, and the times above are of one: {reason}.")
     return found
+
+
+def _group_size(config: EngineConfig) -> int | None:
+    return (config.quantization_group_size or USUAL_GROUP) if config.quantization == "int4" else None
 
 
 def _head(fit: GpuFit) -> list[str]:

@@ -46,7 +46,7 @@ HELP = {
         "dtype": "Data type of weights and activations.",
         "quantization": "Type of the weights of linear layers: fp8 is made on a GPU, int8 and int4 on any device; "
         "the others name what a checkpoint is.",
-        "quantization_group_size": "Inputs that share a scale in int4: fewer are more exact and take more memory.",
+        "quantization_group_size": "Inputs that share a scale in int4, a power of two; fewer are more exact.",
         "max_model_len": "Maximum tokens of one sequence, prompt and output.",
         "seed": "Seed of requests without one.",
         "tool_call_parser": "Format of the model's tool calls; required for tool_choice auto.",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -10,8 +12,8 @@ from rich.progress import Progress, TextColumn, TimeRemainingColumn
 
 from cluster.model_names import resolve_model
 from engine.config import EngineConfig
-from engine.loader.checkpoint import open_model
-from engine.loader.quantised_copy import QuantisedCopy, write_quantised
+from engine.loader.checkpoint import HUB_FILES, open_model
+from engine.loader.quantised_copy import COPIED, QuantisedCopy, write_quantised
 
 SHOWN = 6  # plain modules that are named
 
@@ -19,7 +21,8 @@ SHOWN = 6  # plain modules that are named
 def quantize_model(model: str, folder: Path, quantization: str, group_size: int | None) -> None:
     """Write the copy, with a bar on a terminal. Raises `ConfigError` and `CheckpointError`."""
     asked = EngineConfig(resolve_model(model), quantization=quantization, quantization_group_size=group_size)
-    found = open_model(asked.model, impl="native")
+    found = open_model(asked.model, (*HUB_FILES, *COPIED), impl="native")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was begun is removed on the way
     console = Console(highlight=False, soft_wrap=True)
     columns = (*Progress.get_default_columns()[:3], TextColumn("{task.fields[read]}"), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -55,6 +55,8 @@ DRAWING = (
     "engine/sampling/sharded_draw.py",
 )
 SOURCES = (".py", ".c", ".h")
+# Weights that an earlier version made otherwise, so that no batch of its goes on with these.
+ROUNDED_ANEW = {"int8": "int8, scales in the dtype", "fp8": "fp8, scales in the dtype"}
 
 
 def replica_fingerprint(weights: str, arithmetic: Mapping[str, str]) -> str:
@@ -155,7 +157,7 @@ def prompt_fingerprint(model: str, tokenizer: str | None = None, chat_template: 
 
 def _arithmetic(dtype: str, quantization: str | None) -> str:
     """Where nothing is quantised as it always was, so that batches begun before go on."""
-    return dtype if quantization is None else f"{dtype} {quantization}"
+    return dtype if quantization is None else f"{dtype} {ROUNDED_ANEW.get(quantization, quantization)}"
 
 
 def _canonical(value: Any) -> bytes:

@@ -6,7 +6,6 @@ Format: `compressed-tensors` 0.20's pack-quantized (int4 by groups, int8 by chan
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,15 @@ from torch import Tensor
 
 from engine.errors import CheckpointError, ConfigError
 from engine.layers.base import checkpoint_names, is_stacked, is_transposed
-from engine.loader.checkpoint import INDEX_FILE, SINGLE_FILE, TEXT_FILES, ModelFolder, read_json
+from engine.loader.checkpoint import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    TEXT_FILES,
+    ModelFolder,
+    check_sums,
+    read_json,
+    summed_files,
+)
 from engine.loader.safetensors_file import Checkpoint
 from engine.loader.weights import names_on_disk, refuse_tensors
 from engine.models.blueprint import blueprint
@@ -29,12 +36,18 @@ from engine.models.causal_lm import CausalLM
 from engine.models.text_halves import text_names
 from engine.quantization.config import is_mxfp4
 from engine.quantization.made_int4 import quantised_int4
+from engine.quantization.method import scale_dtype
 from engine.quantization.select import METHODS, made_at_load, quantize, quantized_layers
 from engine.quantization.spec import QuantizationSpec
 from parallel.linear import ParallelLinear
 
 SHARD_BYTES = 4_000_000_000  # of tensors in one file, about
-COPIED = (*TEXT_FILES, "LICENSE*", "*.md", "additional_chat_templates/*.jinja")
+# Beside the weights; code that a checkpoint brings along is for other engines, and is not run here.
+COPIED = (
+    *TEXT_FILES,
+    *("LICENSE*", "NOTICE*", "COPYING*", "*.md", "*.py", "*.tiktoken"),
+    "additional_chat_templates/*.jinja",
+)
 NOT_COPIED = ("config.json", INDEX_FILE)
 READABLE = 0o644
 PER_INT32 = 4  # numbers of eight bits
@@ -59,17 +72,18 @@ def write_quantised(
 ) -> QuantisedCopy:
     """Write `model` to the folder `target` with its linear layers in `method`: "int4", "int8" or "fp8".
 
-    group: `quantization_group_size`. Scales are of each tensor's own dtype. One tensor is in memory at a time, beside
-    the file that is being put together. The folder is there when it is whole, not before.
+    group: `quantization_group_size`. Scales are of each tensor's dtype, but for float16 (`scale_dtype`). One tensor
+    is in memory at a time, beside the file that is being put together. The folder is there when it is whole.
 
     Raises `ConfigError` for a folder with something in it and for groups that do not fit, `CheckpointError` for a
     model that is quantised already, damaged, or whose layers the format has no words for.
     """
     spec = made_at_load(method, group)
+    check_sums(model.path, summed_files(model.path))
     checkpoint = Checkpoint(model.path)
     try:
         shapes = _quantised_tensors(model, checkpoint, spec)
-        with _new_folder(target.expanduser().absolute()) as folder:
+        with _new_folder(target.expanduser().resolve()) as folder:
             found = _write(checkpoint, folder, shapes, spec, on_bytes)
             _copy_texts(model.path, folder)
             values = read_json(model.path / "config.json")
@@ -100,7 +114,8 @@ def _quantised_tensors(
     wanted = {f"{name}.weight" for name in _module_names(built)}
     quantize(built.layers, "layers", built.names, spec)  # for its checks
     on_disk = {name: names[at] for name, at in names_on_disk(names, rules).items()}
-    refuse_tensors(model.path, "missing, or held in another form than one for each layer", wanted - on_disk.keys())
+    form = "missing, or held together with others (then serve it with --quantization, which quantises as it loads)"
+    refuse_tensors(model.path, form, wanted - on_disk.keys())
     return {on_disk[name]: shapes[name] for name in wanted}
 
 
@@ -123,6 +138,8 @@ def _new_folder(target: Path) -> Iterator[Path]:
     """Yield a folder that becomes `target` if all goes well, and is removed if not."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} is there already; give a folder that is empty or not there yet", "folder")
+    if target.is_mount():  # which nothing can take the place of
+        raise ConfigError(f"{target} is a mount point; give a folder inside it, such as {target / 'model'}", "folder")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as held:
@@ -210,7 +227,7 @@ def _quantised(name: str, weight: Tensor, shape: tuple[int, ...], spec: Quantiza
     else:
         form = METHODS[spec.weights]
         scale = form.scale_of(weight.abs().amax(dim=1).float(), weight.dtype)
-        made, scales = form.quantised(weight, scale), scale.to(weight.dtype)[:, None]
+        made, scales = form.quantised(weight, scale), scale.to(scale_dtype(weight.dtype))[:, None]
         if spec.weights == "fp8":
             return {name: made, f"{module}.weight_scale": scales}
         counted = torch.nn.functional.pad(made.view(torch.uint8) ^ 128, (0, -weight.shape[1] % PER_INT32))
@@ -232,7 +249,6 @@ def _described(spec: QuantizationSpec, plain: tuple[str, ...]) -> dict[str, Any]
         "strategy": "group" if spec.group else "channel",
         "group_size": spec.group or None,
         "dynamic": False,
-        "observer": "minmax",
     }
     inputs = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
     layout = "float-quantized" if in_fp8 else "pack-quantized"
@@ -259,4 +275,7 @@ def _copy_texts(source: Path, folder: Path) -> None:
         place = folder / path.relative_to(source)
         if path.name not in NOT_COPIED:
             place.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, place)
+            try:
+                place.write_bytes(path.read_bytes())
+            except PermissionError as error:
+                raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error

@@ -2,8 +2,8 @@
 
 The number that is the largest of its group without its sign becomes -8 times the scale, which may be negative, and no
 number is cut off: the errors' squares are a seventh less than with the largest at 7.5 steps, and one pass is enough
-(as in Q4_0 of llama.cpp). Scales are rounded to the model's dtype before codes are made, so that a checkpoint that
-keeps them so, as `squadron quantize` writes it, holds the same weights.
+(as in Q4_0 of llama.cpp). Scales are rounded to the model's dtype (`scale_dtype`) before codes are made, so that a
+checkpoint that keeps them so, as `squadron quantize` writes it, holds the same weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing_extensions import override
 from engine.errors import ConfigError
 from engine.quantization.int4 import Int4Linear, layout_of
 from engine.quantization.layout import MIDDLE, halves
-from engine.quantization.method import ROWS, shared_by
+from engine.quantization.method import ROWS, scale_dtype, shared_by
 from parallel.linear import ParallelLinear
 from parallel.parameter import Recipe
 
@@ -25,18 +25,18 @@ SIZES = (256, 128, 64, 32, 16, 8)  # that are proposed
 
 @torch.no_grad()
 def quantised_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Return codes [out, in / 2] uint8, two in each, and scales [out, in / group] in the weight's dtype.
+    """Return codes [out, in / 2] uint8, two in each, and scales [out, in / group] of `scale_dtype`.
 
     w = (code - 8) * scale for a weight [out, in], whose inputs are a multiple of `group`.
     """
     outs, ins = weight.shape
     codes = torch.empty(outs, ins // 2, dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(outs, ins // group, dtype=weight.dtype, device=weight.device)
+    scales = torch.empty(outs, ins // group, dtype=scale_dtype(weight.dtype), device=weight.device)
     for first in range(0, outs, ROWS):
         part = slice(first, first + ROWS)
         grouped = weight[part].float().unflatten(1, (-1, group))
         low, high = grouped.aminmax(dim=-1)
-        rounded = (torch.where(-low >= high, low, high) / -MIDDLE).to(weight.dtype)
+        rounded = (torch.where(-low >= high, low, high) / -MIDDLE).to(scales.dtype)
         scales[part] = torch.where(rounded == 0, 1.0, rounded)  # a group of zeros, or of numbers next to none
         steps = grouped.div_(scales[part].float().unsqueeze(-1)).round_().clamp_(-MIDDLE, MIDDLE - 1)
         codes[part] = halves(steps.add_(MIDDLE).flatten(1).to(torch.uint8))

@@ -63,6 +63,14 @@ def divided(pieces: tuple[Piece, ...], by: int) -> tuple[Piece, ...]:
     )
 
 
+def scale_dtype(weights: torch.dtype) -> torch.dtype:
+    """Return what scales of weights in this dtype are rounded to: the same, as checkpoints keep them.
+
+    In float16, whose smallest numbers are coarse, small scales would lose their digits: theirs stay in fp32.
+    """
+    return torch.float32 if weights is torch.float16 else weights
+
+
 class ChannelLinear(QuantizedLinear):
     """weight [out, in] of `dtype` times scale [out] in fp32, one for each output channel.
 
@@ -124,10 +132,10 @@ class ChannelLinear(QuantizedLinear):
     def scale_of(cls, largest: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the fp32 scales of channels by their largest absolute weights; 1 for a channel of zeros.
 
-        dtype: what they are rounded to, as checkpoints keep them in the model's.
+        dtype: of the weights. A channel with NaN has NaN, so that what is computed of it shows.
         """
-        scale = (largest / cls.limit).to(dtype).float()
-        return torch.where(scale > 0, scale, 1.0)
+        scale = (largest / cls.limit).to(scale_dtype(dtype)).float()
+        return torch.where(scale == 0, 1.0, scale)
 
     @classmethod
     def quantised(cls, weight: Tensor, scale: Tensor) -> Tensor:

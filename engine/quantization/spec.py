@@ -14,7 +14,7 @@ FIELD = "config.json: quantization_config"
 SERVED = (
     "served are compressed-tensors (int8 per channel, int4 by group, fp8 per tensor, channel and block, NVFP4), fp8 "
     "with or without weight_block_size, GPTQ and AWQ in 4 bits, modelopt's FP8 and NVFP4, MXFP4 of gpt-oss. Or take "
-    "the unquantised checkpoint with --quantization int8, or fp8 on a GPU"
+    "the unquantised checkpoint with --quantization int8 or int4, or fp8 on a GPU"
 )
 LINEAR = "Linear"
 

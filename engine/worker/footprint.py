@@ -165,7 +165,8 @@ def footprint_of(config: EngineConfig, model: ModelConfig) -> Footprint:
 
 def _parameters(config: EngineConfig, model: ModelConfig, built: CausalLM) -> int:
     """Return the parameters of all ranks together; with expert parallelism `built` knows rank 0's experts alone."""
-    whole = blueprint(model, 1, config.context_len) if config.enable_expert_parallel else built
+    apart = config.enable_expert_parallel or config.quantization is not None
+    whole = blueprint(model, 1, config.context_len) if apart else built
     return sum(math.prod(rule.shape) for rule in whole.weights() if not rule.scale)
 
 

@@ -159,6 +159,31 @@ def test_what_the_format_has_no_words_for_is_refused_with_what_works(models, tmp
     assert not (tmp_path / "copy").exists()
 
 
+def test_experts_that_lie_together_on_disk_are_refused_with_what_works(models, tmp_path):
+    plain = tmp_path / "plain"
+    shutil.copytree(models("qwen3_moe")[1], plain)
+    weights = load_file(plain / "model.safetensors")
+    down = [name for name in weights if name.startswith("model.layers.0.mlp.experts.") and "down_proj" in name]
+    weights["model.layers.0.mlp.experts.down_proj"] = torch.stack([weights.pop(name) for name in sorted(down)])
+    save_file(weights, plain / "model.safetensors", {"format": "pt"})
+    assert "serve it with --quantization" in refused(plain, tmp_path / "copy")
+
+
+def test_a_link_to_a_folder_is_followed(models, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    write_quantised(open_model(str(models("llama")[1])), tmp_path / "link", "int4", GROUP)
+    assert (tmp_path / "disk" / "config.json").is_file()
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_a_source_whose_sums_are_others_is_not_copied(models, tmp_path):
+    plain = tmp_path / "plain"
+    shutil.copytree(models("llama")[1], plain)
+    (plain / "SHA256SUMS").write_text(f"{'0' * 64}  model.safetensors\n")
+    assert "model.safetensors" in refused(plain, tmp_path / "copy")
+
+
 def test_a_folder_with_something_in_it_is_left_alone(models, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years")

@@ -371,10 +371,11 @@ def test_a_moment_in_which_little_was_done_foretells_no_long_wait():
     drain = DrainRate()
     drain.note(0, 0.0, waiting=True)
     drain.note(1, 0.4, waiting=True)  # 2.5 tokens a second, while a long prompt was computed, say
-    assert drain.seconds_for(2) == pytest.approx(0.8)
-    assert drain.seconds_for(10_000) == pytest.approx(8.0)
+    assert drain.foretold(2) == drain.seconds_for(2) == pytest.approx(0.8)
+    assert drain.foretold(10_000) == pytest.approx(8.0)
+    assert drain.seconds_for(10_000) == pytest.approx(4000)
     drain.note(10, 4.0, waiting=True)
-    assert drain.seconds_for(10_000) == pytest.approx(80.0)
+    assert drain.foretold(10_000) == pytest.approx(80.0)
 
 
 def test_answers_that_are_shorter_than_allowed_are_expected_to_be():

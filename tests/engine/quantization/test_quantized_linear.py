@@ -16,6 +16,8 @@ from engine.kernels.native_linear import NativeInt8Linear, NativeLinear
 from engine.kernels.onednn import PackedLinear
 from engine.quantization.fp8 import Fp8Linear
 from engine.quantization.int8 import Int8Linear, TorchInt8Linear
+from engine.quantization.layout import dequantised
+from engine.quantization.made_int4 import quantised_int4
 from engine.quantization.select import choose_products
 from engine.quantization.spec import QuantizationSpec
 from parallel.group import SoloGroup
@@ -289,3 +291,16 @@ def test_kernels_are_put_in_the_place_of_portable_products() -> None:
 
 def test_fp8_holds_what_it_says() -> None:
     assert torch.finfo(torch.float8_e4m3fn).max == LARGEST_E4M3 == FP8.limit
+
+
+def test_small_weights_in_float16_keep_their_digits_and_nan_is_not_hidden() -> None:
+    small = torch.tensor([[1.2e-5, -6e-6] * 8, [float("nan"), 0.1] * 8], dtype=torch.float16)
+    for form in (Int8Linear, Fp8Linear):
+        scale = form.scale_of(small.abs().amax(dim=1).float(), small.dtype)
+        found = form.quantised(small, scale).float() * scale[:, None]
+        assert torch.allclose(found[0], small[0].float(), rtol=0.07, atol=0)
+        assert found[1].isnan().any()
+    codes, scales = quantised_int4(small, 16)
+    found = dequantised(codes, scales.float(), torch.full_like(scales, 8, dtype=torch.uint8), torch.float32)
+    assert torch.allclose(found[0], small[0].float(), rtol=0.07, atol=0)
+    assert found[1].isnan().any()
