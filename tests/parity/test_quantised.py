@@ -232,6 +232,17 @@ def test_the_plan_counts_quantised_weights_to_the_byte(two_ranks, models, name, 
         assert 0.5 < planned / plain < 0.9
 
 
+@pytest.mark.parametrize("weights", MADE)
+@pytest.mark.parametrize("name", ["llama", "granitemoe"])
+def test_a_model_has_as_many_parameters_however_they_are_held(models, name, weights):
+    model = open_model(str(models(name)[1]))
+    found = [
+        footprint_of(resolve_for(config(model.path, **asked), model.config, "cuda"), model.config).parameters
+        for asked in ({}, MADE[weights])
+    ]
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(("form", "dtype"), [(Int8Linear, torch.int8), (MadeInt4Linear, torch.uint8)])
 def test_a_layer_at_a_time_is_plain_while_a_model_is_quantised(models, monkeypatch, form, dtype):
     """Neither all plain weights nor a second copy of them are ever in memory."""
