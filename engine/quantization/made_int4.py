@@ -34,7 +34,7 @@ def quantised_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     scales = torch.empty(outs, ins // group, dtype=scale_dtype(weight.dtype), device=weight.device)
     for first in range(0, outs, ROWS):
         part = slice(first, first + ROWS)
-        grouped = weight[part].float().unflatten(1, (-1, group))
+        grouped = weight[part].to(torch.float32, copy=True).unflatten(1, (-1, group))
         low, high = grouped.aminmax(dim=-1)
         rounded = (torch.where(-low >= high, low, high) / -MIDDLE).to(scales.dtype)
         scales[part] = torch.where(rounded == 0, 1.0, rounded)  # a group of zeros, or of numbers next to none

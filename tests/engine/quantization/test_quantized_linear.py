@@ -300,6 +300,9 @@ def test_small_weights_in_float16_keep_their_digits_and_nan_is_not_hidden() -> N
         found = form.quantised(small, scale).float() * scale[:, None]
         assert torch.allclose(found[0], small[0].float(), rtol=0.07, atol=0)
         assert found[1].isnan().any()
+    kept = small[:1].float()
+    quantised_int4(kept, 16)
+    assert torch.equal(kept, small[:1].float()), "the weight itself was changed"
     codes, scales = quantised_int4(small, 16)
     found = dequantised(codes, scales.float(), torch.full_like(scales, 8, dtype=torch.uint8), torch.float32)
     assert torch.allclose(found[0], small[0].float(), rtol=0.07, atol=0)
