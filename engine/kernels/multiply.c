@@ -14,6 +14,7 @@
 #include "panels.h"
 
 #define FEW (2 * MAX_ROWS) /* rows up to which widening again in each pass costs less than a strip does */
+#define FEW_READ 16        /* likewise for looking codes up again */
 #define WIDE_STRIP 128     /* steps of a strip of int8: what it is widened to stays in the nearest cache */
 
 /* A weight as it is packed. */
@@ -67,20 +68,24 @@ void pack8(const int8_t *weights, int8_t *packed, int64_t outs, int64_t ins) {
     pack_panels(1, (const char *)weights, (char *)packed, outs, ins, sizeof(int8_t));
 }
 
+/* Lanes of an output's scale: where weights are scaled, one for each input of a step. tiles: as of `multiply`. */
+int64_t lanes_of_scale(int64_t ins, int tiles) { return BY_GROUP && !by_tiles(ins, tiles) ? 1 : DEPTH; }
+
 /* codes [outs][ins / 2], the code of the first of two inputs in the lower bits, to packed, 0 behind the last of outs. */
-void pack4(const uint8_t *codes, uint32_t *packed, int64_t outs, int64_t ins) {
-    const long words = ins / (DEPTH * WORD), panels = (outs + WIDE - 1) / WIDE;
+void pack4(const uint8_t *codes, char *packed, int64_t outs, int64_t ins, int tiles) {
+    const long length = BY_GROUP && !by_tiles(ins, tiles) ? WORD / 2 : WORD; /* codes of a word */
+    const long words = ins / (DEPTH * length), panels = (outs + WIDE - 1) / WIDE;
 #pragma omp parallel for
     for (long panel = 0; panel < panels; panel++)
         for (long w = 0; w < words; w++)
             for (long lane = 0; lane < STEP; lane++) {
                 const long out = panel * WIDE + lane / DEPTH;
                 uint32_t word = 0;
-                for (long at = 0; at < WORD && out < outs; at++) {
-                    const long in = (w * WORD + at) * DEPTH + lane % DEPTH;
+                for (long at = 0; at < length && out < outs; at++) {
+                    const long in = (w * length + at) * DEPTH + lane % DEPTH;
                     word |= (uint32_t)(codes[(out * ins + in) / 2] >> in % 2 * 4 & 15) << 4 * at;
                 }
-                packed[(panel * words + w) * STEP + lane] = word;
+                memcpy(packed + ((panel * words + w) * STEP + lane) * length / 2, &word, length / 2);
             }
 }
 
@@ -188,14 +193,34 @@ INLINE void multiply_panel4(const int tiled, const int offset, Band band, const 
         finish(sums, 0, bias, band.out, band.rows, outs, wide);
 }
 
-/* As multiply, with weights of pack4. scales, zeros (0 = all are 8): [ceil(outs / WIDE)][ins / group][WIDE][DEPTH], each
- * as often as there are inputs in a step; zeros less 8. group: a multiple of DEPTH * WORD, and ins of that. */
+#if BY_GROUP
+/* As multiply_panel, for a panel in four bits whose groups are scaled whole; coded: whether words are read for each pass of rows. */
+INLINE void multiply_coded(const int coded, Band band, const Fours *panel, const elem *bias, long outs, long wide) {
+    float sums[BAND * WIDE];
+    elem wider[coded ? 1 : PIECE * STEP];
+    const long length = coded ? panel->steps : PIECE;
+    int size;
+    for (long start = 0; start < panel->steps; start += length) {
+        const long steps = panel->steps - start < length ? panel->steps - start : length;
+        if (!coded) widen_halves(panel->words + start * STEP / 2, steps, wider);
+        for (long r = 0; r < band.rows; r += size) {
+            const elem *x = band.x + r * band.stride + start * DEPTH;
+            BY_ROWS(band.rows - r, size,
+                    multiply_groups(ROWS, x, band.stride, panel, coded ? 0 : wider, start, steps, sums + r * WIDE))
+        }
+    }
+    finish(sums, 0, bias, band.out, band.rows, outs, wide);
+}
+#endif
+
+/* As multiply, with weights of pack4. scales, zeros (0 = all are 8): [ceil(outs / WIDE)][ins / group][WIDE][lanes_of_scale];
+ * zeros less 8. group: a multiple of DEPTH * WORD, and ins of that. */
 void multiply4(const elem *x, int64_t x_stride, const char *packed, const float *scales, const float *zeros,
                const elem *bias, elem *out, int64_t rows, int64_t outs, int64_t ins, int64_t group, int64_t threads,
                int tiles) {
     const int tiled = by_tiles(ins, tiles);
     const long size = band_of(rows, tiled ? TILE_ROWS : MAX_ROWS), bands = (rows + size - 1) / size;
-    const long depth = ins / DEPTH, of_groups = ins / group * STEP;
+    const long depth = ins / DEPTH, of_groups = ins / group * WIDE * lanes_of_scale(ins, tiles);
 #pragma omp parallel for collapse(2) schedule(static) num_threads(team(rows * outs * ins, WORTH, threads))
     for (long b = 0; b < bands; b++)
         for (long at = 0; at < outs; at += WIDE) {
@@ -204,6 +229,15 @@ void multiply4(const elem *x, int64_t x_stride, const char *packed, const float 
             const Fours fours = {packed + panel * depth / WORD * WORD_BYTES, scales + panel * of_groups,
                                  zeros ? zeros + panel * of_groups : 0, depth, group / DEPTH};
             const elem *own = bias ? bias + at : 0;
+#if BY_GROUP
+            if (!tiled) {
+                if (band.rows <= FEW_READ)
+                    multiply_coded(1, band, &fours, own, outs, wide);
+                else
+                    multiply_coded(0, band, &fours, own, outs, wide);
+                continue;
+            }
+#endif
             if (tiled && zeros)
                 multiply_panel4(1, 1, band, &fours, own, outs, wide);
             else if (tiled)

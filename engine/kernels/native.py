@@ -68,14 +68,15 @@ def native_library(
         library.multiply.argtypes = (c_void_p, c_int64, *(c_void_p,) * 3, *(c_int64,) * 4, c_int)
         library.pack8.argtypes = (c_void_p,) * 2 + (c_int64,) * 2
         library.multiply8.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, *(c_int64,) * 4, c_int)
-        library.pack4.argtypes = (c_void_p,) * 2 + (c_int64,) * 2
+        library.pack4.argtypes = (*(c_void_p,) * 2, *(c_int64,) * 2, c_int)
+        library.lanes_of_scale.argtypes = (c_int64, c_int)
         library.multiply4.argtypes = (c_void_p, c_int64, *(c_void_p,) * 5, *(c_int64,) * 5, c_int)
         library.short_conv.argtypes = (c_void_p, c_int64, *(c_void_p,) * 7, *(c_int64,) * 5)
         library.unit_heads.argtypes = (c_void_p, c_int64, c_void_p, *(c_int64,) * 3, c_float, c_float, c_int64)
         library.outer_product_state.argtypes = (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 7, *(c_int64,) * 7)
         for name in NAMES:
             getattr(library, name).restype = None
-        for name in ("room_of", "part_of", "best_rows", "piece_size", "packing_depth"):
+        for name in ("room_of", "part_of", "best_rows", "piece_size", "packing_depth", "lanes_of_scale"):
             getattr(library, name).restype = c_int64
     return library
 

@@ -100,7 +100,8 @@ class NativeInt4Linear(_PanelLinear):
     """Weights of four bits, (code - zero) * scale by groups of inputs; see `Kernels.int4_linear` for what they are.
 
     dtype: of the activations. The results are those of `NativeLinear` with the weights that these stand for, rounded
-    to the dtype, bit for bit; on a CPU without dot products of bfloat16 they are not rounded to bfloat16.
+    to the dtype, bit for bit. Without a matrix unit they are not rounded to bfloat16; where that CPU has dot products of
+    bfloat16, sums are those of groups, each scaled once.
     """
 
     def __init__(
@@ -111,12 +112,12 @@ class NativeInt4Linear(_PanelLinear):
         super().__init__(library, library.multiply4, shape, dtype, threads, (self._group,))
         self._packed = torch.empty(self._padded() * self._ins // 8, dtype=torch.int32)
         plain = codes.contiguous()
-        library.pack4(plain.data_ptr(), self._packed.data_ptr(), self._outs, self._ins)
-        depth = library.packing_depth()
-        self._scales = _in_lanes(scale, self._padded(), depth)
+        library.pack4(plain.data_ptr(), self._packed.data_ptr(), self._outs, self._ins, self._tiles)
+        lanes = library.lanes_of_scale(self._ins, self._tiles)
+        self._scales = _in_lanes(scale, self._padded(), lanes)
         # Codes are counted from 8: where all zeros are 8, there is nothing to subtract.
         plain_zeros = bool((zero == MIDDLE).all())
-        self._zeros = None if plain_zeros else _in_lanes(zero.float() - MIDDLE, self._padded(), depth)
+        self._zeros = None if plain_zeros else _in_lanes(zero.float() - MIDDLE, self._padded(), lanes)
         zeros = None if self._zeros is None else self._zeros.data_ptr()
         self._addresses = self._packed.data_ptr(), self._scales.data_ptr(), zeros
 

@@ -1,7 +1,8 @@
 /* Panels of weights in four bits, each (code - zero) * scale, where a group of inputs shares scale and zero.
  *
  * They multiply as the weights do that they stand for, in the dtype of x, to the same bits; where bfloat16 is widened to
- * fp32 (panel_rows.h) they are not rounded to bfloat16 first. Included by panels.h.
+ * fp32 (panel_rows.h) they are not rounded to bfloat16 first. Where the CPU has dot products of bfloat16, and no matrix
+ * unit, whole groups are scaled instead (BY_GROUP, below). Included by panels.h.
  *
  * Packed: for WORD steps of a panel, [WIDE * DEPTH / LANES] vectors of words of 32 bits, a code of each step in each word,
  * that of the first in the lowest bits. Lanes are outputs; where a step is two inputs, [outputs][2], as a step of the
@@ -97,3 +98,102 @@ INLINE void widen4(const int offset, const Fours *panel, long start, long steps,
         }
     }
 }
+
+#define BY_GROUP (DEPTH == 2) /* unless by tiles */
+
+#if BY_GROUP
+/* Whole groups: rows multiply with code - 8, which bfloat16 holds exactly, and the sum of a group is scaled. So no weight
+ * is rounded, and one costs a shift and a look-up. With X for the sum of the group's inputs,
+ * sum((code - zero) * x) * scale = (sum((code - 8) * x) - (zero - 8) * X) * scale.
+ *
+ * Packed: for HALF_WORD steps of a panel, [VECS] vectors of words of 16 bits, [outputs][2], a code of each step in each
+ * word. Scales and zeros [groups][WIDE]. The sum of a group ends at each multiple of PIECE steps, too, so that a
+ * strip of that many has the same sums as the whole panel.
+ */
+#define HALF_WORD 4
+#define PIECE 256
+
+/* code - 8 of step `at` of a vector of words. */
+INLINE run halves(run words, int at) {
+    static const uint16_t numbers[32] = {
+        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+    }; /* twice, since the lowest five bits look up */
+    return _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * at), _mm512_loadu_si512(numbers));
+}
+
+/* `steps` of a group as a strip of whole numbers. */
+INLINE void widen_halves(const char *words, long steps, elem *strip) {
+    for (long k = 0; k < steps; k += HALF_WORD)
+        for (int v = 0; v < VECS; v++) {
+            const char *from = words + (k / HALF_WORD * VECS + v) * LINE;
+            __builtin_prefetch(from + FAR, 0, 2);
+            const run word = _mm512_loadu_si512(from);
+#pragma GCC unroll 4
+            for (int at = 0; at < HALF_WORD; at++) put_weights(strip + (k + at) * STEP + v * RUN, halves(word, at));
+        }
+}
+
+/* The sum of `steps` pairs of x. */
+INLINE float sum_of_inputs(const elem *x, long steps) {
+    const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+    __m512 sum = _mm512_setzero_ps();
+    for (long k = 0; k < 2 * steps; k += 32) {
+        const __mmask32 there = 2 * steps - k < 32 ? (1u << (2 * steps - k)) - 1 : ~0u;
+        sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_maskz_loadu_epi16(there, x + k), ones);
+    }
+    return _mm512_reduce_add_ps(sum);
+}
+
+/* sums [rows][WIDE] (from 0 if `fresh`) += x [rows][stride] times `steps` of one group: of words if `coded`, else of the
+ * strip that they were widened to. zeros: 0 = all are 8. */
+INLINE void multiply_group(const int rows, const int coded, const elem *x, long stride, const void *panel, long steps,
+                           const float *scales, const float *zeros, int fresh, float *sums) {
+    vec part[MAX_ROWS][VECS];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < VECS; v++) part[r][v] = splat(0);
+    for (long k = 0; k < steps; k += HALF_WORD) {
+        run words[VECS];
+        for (int v = 0; v < VECS && coded; v++) {
+            const char *from = (const char *)panel + (k / HALF_WORD * VECS + v) * LINE;
+            __builtin_prefetch(from + FAR, 0, 2);
+            words[v] = _mm512_loadu_si512(from);
+        }
+#pragma GCC unroll 4
+        for (int at = 0; at < HALF_WORD; at++) {
+            run weights[VECS]; /* before the rows, so that each input is spread over a register once */
+            for (int v = 0; v < VECS; v++)
+                weights[v] = coded ? halves(words[v], at) : get_weights((const elem *)panel + (k + at) * STEP + v * RUN);
+            for (int r = 0; r < rows; r++)
+                for (int v = 0; v < VECS; v++)
+                    part[r][v] = times(x + r * stride + (k + at) * 2, weights[v], part[r][v]);
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        const vec inputs = splat(zeros ? sum_of_inputs(x + r * stride, steps) : 0);
+        for (int v = 0; v < VECS; v++) {
+            float *to = sums + r * WIDE + v * LANES;
+            const vec whole = zeros ? part[r][v] - inputs * get_float(zeros + v * LANES) : part[r][v];
+            put_float(to, (fresh ? splat(0) : get_float(to)) + whole * get_float(scales + v * LANES));
+        }
+    }
+}
+
+/* sums [rows][WIDE] (from 0 if `start` is 0) += x [rows][stride] times `steps` from step `start` of the panel on. strip:
+ * what these were widened to; 0 = words are read. */
+INLINE void multiply_groups(const int rows, const elem *x, long stride, const Fours *panel, const elem *strip, long start,
+                            long steps, float *sums) {
+    const long group = panel->per_group;
+    long taken;
+    for (long k = 0; k < steps; k += taken) {
+        const long at = start + k, lane = at / group * WIDE, of_group = group - at % group, of_piece = PIECE - at % PIECE;
+        const long left = of_group < of_piece ? of_group : of_piece;
+        taken = left < steps - k ? left : steps - k;
+        const float *scales = panel->scales + lane, *zeros = panel->zeros ? panel->zeros + lane : 0;
+        if (strip)
+            multiply_group(rows, 0, x + k * 2, stride, strip + k * STEP, taken, scales, zeros, !at, sums);
+        else
+            multiply_group(rows, 1, x + k * 2, stride, panel->words + at * STEP / 2, taken, scales, zeros, !at, sums);
+    }
+}
+#endif

@@ -98,9 +98,12 @@ def test_products_are_exact_and_a_row_has_the_same_bits_in_any_company(kind, ker
 
 @pytest.mark.parametrize("isa", [compiler.NATIVE, *compiler.isas()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("outs", "ins", "group", "zeros"), [(96, 64, 32, True), (200, 384, 128, False)])
+@pytest.mark.parametrize(
+    ("outs", "ins", "group", "zeros"),
+    [(96, 64, 32, True), (200, 384, 128, False), (70, 1040, 1040, True), (64, 96, 16, True), (72, 768, 96, False)],
+)
 def test_four_bits_multiply_as_the_weights_that_they_stand_for(monkeypatch, isa, dtype, outs, ins, group, zeros):
-    """Bit for bit, with every instruction set that this CPU can be taken for."""
+    """With every instruction set that this CPU can be taken for: bit for bit, or as exactly where groups are scaled."""
     monkeypatch.setenv(compiler.ISA_VARIABLE, isa)
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 256, (outs, ins // 2), generator=generator).to(torch.uint8)
@@ -111,14 +114,25 @@ def test_four_bits_multiply_as_the_weights_that_they_stand_for(monkeypatch, isa,
     library, single = native_library(64, dtype), native_library(64, torch.float32)
     if library is None or single is None:
         pytest.skip("there is no compiler")
+    assert NativeInt4Linear.supports(library, codes, scale)
     method = NativeInt4Linear(library, codes, scale, zero, dtype, threads=2)
+    by_group = library.lanes_of_scale(ins, library.may_multiply_by_tiles()) < library.packing_depth()
     widens = dtype is torch.bfloat16 and library.packing_depth() == 1
     as_plain, by = (torch.float32, single) if widens else (dtype, library)
     plain = NativeLinear(by, dequantised(codes, scale, zero, as_plain), threads=2)
+    whole = dequantised(codes, scale, zero, torch.float64)
     bias = normal(outs, dtype=dtype)
-    for rows in (1, 2, 5, 13, 40, 300):
-        x = normal(rows, ins, dtype=dtype)
-        assert torch.equal(method.apply(x, bias), plain.apply(x.to(as_plain), bias.to(as_plain)).to(dtype))
+    x = normal(300, ins, dtype=dtype)
+    together = method.apply(x, bias)
+    for rows in (1, 2, 5, 7, 13, 40, 300):
+        got = method.apply(x[:rows], bias)
+        assert torch.equal(got, together[:rows])
+        if by_group:  # no weight is rounded: what is left is one rounding of the result
+            products = x[:rows].double() @ whole.t()
+            most = 2**-8 * products.abs() + 1e-6 * (x[:rows].double().abs() @ whole.abs().t())
+            assert bool(((got.double() - products - bias.double()).abs() <= most + 2**-8 * bias.double().abs()).all())
+        else:
+            assert torch.equal(got, plain.apply(x[:rows].to(as_plain), bias.to(as_plain)).to(dtype))
 
 
 def test_torchs_product_takes_the_place_of_codes_and_holds_no_more_than_they_did() -> None:
