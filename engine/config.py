@@ -42,6 +42,7 @@ class EngineConfig:
     and, of a quantised checkpoint, "fp8" name.
     quantization_group_size: inputs of an output that share a scale in int4; None = 128. Fewer are more exact and take
     more memory: 2 to 4 bytes a group.
+    quantize_lm_head: hold the output head in int8, made as it is loaded, whatever the other layers are; on CPUs.
     max_model_len: tokens of prompt + output of one sequence; None = the model's own limit.
     max_num_seqs / max_num_batched_tokens: sequences and tokens of one step.
     long_prefill_token_threshold: most prompt tokens one sequence may take in a step; 0 = the whole budget.
@@ -77,6 +78,7 @@ class EngineConfig:
     dtype: str = "auto"
     quantization: str | None = None
     quantization_group_size: int | None = None
+    quantize_lm_head: bool = False
     device: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
@@ -171,7 +173,10 @@ class EngineConfig:
     def weight_form(self) -> str | None:
         """How linear layers hold their weights, None = as they are; another one makes other tokens."""
         group = self.quantization_group_size
-        return self.quantization if group in (None, USUAL_GROUP) else f"{self.quantization} by {group}"
+        layers = self.quantization if group in (None, USUAL_GROUP) else f"{self.quantization} by {group}"
+        if not self.quantize_lm_head:
+            return layers
+        return "output head in int8" if layers is None else f"{layers}, output head in int8"
 
     @property
     def cpu_groups(self) -> tuple[tuple[int, ...], ...]:

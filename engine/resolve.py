@@ -54,6 +54,11 @@ def resolve_for(config: EngineConfig, model: ModelConfig, device: str) -> Engine
     shrink = config.max_model_len is None
     quantization = quantization_of(config, model.quantization)
     check_device(quantization, device)
+    if config.quantize_lm_head and device != "cpu":
+        raise ConfigError(
+            f"quantize_lm_head is for device=cpu; on device={device} leave it out, its head stays plain",
+            "quantize_lm_head",
+        )
     method = None if quantization is None else quantization.method
     found = config.resolved(device=device, max_model_len=limit, dtype=dtype, quantization=method)
     return fit_given_blocks(found, shrink)

@@ -47,6 +47,7 @@ HELP = {
         "quantization": "Type of the weights of linear layers: fp8 is made on a GPU, int8 and int4 on any device; "
         "the others name what a checkpoint is.",
         "quantization_group_size": "Inputs that share a scale in int4, a power of two; fewer are more exact.",
+        "quantize_lm_head": "Hold the output head in int8, too, on a CPU; faster for small models.",
         "max_model_len": "Maximum tokens of one sequence, prompt and output.",
         "seed": "Seed of requests without one.",
         "tool_call_parser": "Format of the model's tool calls; required for tool_choice auto.",

@@ -201,4 +201,4 @@ def weights(probe: Callable[[], Mapping[str, Any]]) -> list[Finding]:
     if report["compiled"] is None:
         text = f"int8 and int4 by torch's products where it has them, else {SLOW}, as fp8 is"
         return [warning("weights", text, "install a C compiler (gcc), of which products of our own are made")]
-    return [ok("weights", f"int8 and int4 by products compiled for {report['compiled']}; fp8 is {SLOW}")]
+    return [ok("weights", f"int8, int4 and fp8 by products compiled for {report['compiled']}")]

@@ -68,6 +68,13 @@ class Kernels(ABC):
         """Return the same for `weight` [out, in] in int8 with `scale` [out] in fp32."""
         return None
 
+    def fp8_linear(self, weight: Tensor, scale: Tensor) -> LinearMethod | None:
+        """Return the same for `weight` [out, in] in e4m3 with `scale` [out, groups] fp32, of in / groups inputs each.
+
+        What is returned keeps neither. A row's bits must not depend on how many rows there are.
+        """
+        return None
+
     def int4_linear(self, codes: Tensor, scale: Tensor, zero: Tensor) -> LinearMethod | None:
         """Return the same for a weight of four bits, w = (code - zero) * scale.
 

@@ -1,5 +1,5 @@
-/* x W^T for weights packed once, at any number of rows; weights are of the dtype of x, int8 with a scale per output, or
- * of four bits by groups of inputs (panel_fours.h).
+/* x W^T for weights packed once, at any number of rows; weights are of the dtype of x, int8 with a scale per output, of
+ * four bits by groups of inputs (panel_fours.h), or fp8 likewise (panel_eights.h).
  *
  * Packed: panels of WIDE outputs, [ceil(outs / WIDE)][ceil(ins / DEPTH)][WIDE][DEPTH], zeros in the padding, where
  * DEPTH is how many products one instruction sums; int8 as [..][..][WIDE / LANES][DEPTH][LANES]. Each result is one sum
@@ -62,6 +62,10 @@ INLINE void pack_panels(const int eight, const char *weights, char *packed, int6
 
 void pack(const elem *weights, elem *packed, int64_t outs, int64_t ins) {
     pack_panels(0, (const char *)weights, (char *)packed, outs, ins, sizeof(elem));
+}
+
+void pack_e4m3(const uint8_t *weights, uint8_t *packed, int64_t outs, int64_t ins) {
+    pack_panels(0, (const char *)weights, (char *)packed, outs, ins, sizeof(uint8_t));
 }
 
 void pack8(const int8_t *weights, int8_t *packed, int64_t outs, int64_t ins) {
@@ -246,5 +250,46 @@ void multiply4(const elem *x, int64_t x_stride, const char *packed, const float 
                 multiply_panel4(0, 1, band, &fours, own, outs, wide);
             else
                 multiply_panel4(0, 0, band, &fours, own, outs, wide);
+        }
+}
+
+/* As multiply_panel, for a panel in fp8. */
+INLINE void multiply_panel_e4m3(const int tiled, Band band, const Eights *panel, const elem *bias, long outs, long wide) {
+    float sums[(BAND + TILE_ROWS) * WIDE];
+    elem wider[WIDE_STRIP * STEP];
+    if (tiled) begin_panel(band.rows);
+    for (long start = 0; start < panel->steps; start += WIDE_STRIP) {
+        const long steps = panel->steps - start < WIDE_STRIP ? panel->steps - start : WIDE_STRIP;
+        const elem *x = band.x + start * DEPTH;
+        widen_e4m3(panel, start, steps, wider);
+        if (tiled)
+            multiply_tiles(x, band.stride, band.rows, wider, steps, start == 0, sums, 0, 0);
+        else
+            multiply_strip(0, x, band.stride, band.rows, wider, steps, start == 0, sums, 0, 0);
+    }
+    if (tiled) {
+        end_panel();
+        finish_tiles(sums, 0, bias, band.out, band.rows, outs, wide);
+    } else
+        finish(sums, 0, bias, band.out, band.rows, outs, wide);
+}
+
+/* As multiply, with weights of pack_e4m3, none of them NaN. scales: [ceil(outs / WIDE)][ins / group][WIDE][DEPTH], times
+ * E4M3_UNIT. group: a multiple of DEPTH, and ins of that. */
+void multiply_e4m3(const elem *x, int64_t x_stride, const uint8_t *packed, const float *scales, const elem *bias, elem *out,
+                   int64_t rows, int64_t outs, int64_t ins, int64_t group, int64_t threads, int tiles) {
+    const int tiled = by_tiles(ins, tiles);
+    const long size = band_of(rows, tiled ? TILE_ROWS : MAX_ROWS), bands = (rows + size - 1) / size;
+    const long depth = ins / DEPTH, of_groups = ins / group * STEP;
+#pragma omp parallel for collapse(2) schedule(static) num_threads(team(rows * outs * ins, WORTH, threads))
+    for (long b = 0; b < bands; b++)
+        for (long at = 0; at < outs; at += WIDE) {
+            const long row = b * size, left = rows - row, panel = at / WIDE, wide = outs - at < WIDE ? outs - at : WIDE;
+            const Band band = {x + row * x_stride, out + row * outs + at, left < size ? left : size, x_stride};
+            const Eights eights = {packed + panel * depth * STEP, scales + panel * of_groups, depth, group / DEPTH};
+            if (tiled)
+                multiply_panel_e4m3(1, band, &eights, bias ? bias + at : 0, outs, wide);
+            else
+                multiply_panel_e4m3(0, band, &eights, bias ? bias + at : 0, outs, wide);
         }
 }

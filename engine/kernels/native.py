@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from engine.kernels.base import TorchKernels
 from engine.kernels.compiler import load_library
-from engine.kernels.native_linear import NativeInt4Linear, NativeInt8Linear, NativeLinear
+from engine.kernels.native_linear import NativeFp8Linear, NativeInt4Linear, NativeInt8Linear, NativeLinear
 from engine.kernels.recurrent import StateRows
 from parallel.linear import LinearMethod
 
@@ -37,7 +37,7 @@ def why_not_native(head_dim: int, dtype: torch.dtype, device: torch.device) -> s
 
 NAMES = (
     *("rms_norm", "norm_rotate", "silu_gate", "gelu_gate", "attend", "pack", "multiply", "pack8", "multiply8"),
-    *("pack4", "multiply4"),
+    *("pack4", "multiply4", "pack_e4m3", "multiply_e4m3"),
     *("short_conv", "unit_heads", "outer_product_state"),
 )
 
@@ -71,6 +71,8 @@ def native_library(
         library.pack4.argtypes = (*(c_void_p,) * 2, *(c_int64,) * 2, c_int)
         library.lanes_of_scale.argtypes = (c_int64, c_int)
         library.multiply4.argtypes = (c_void_p, c_int64, *(c_void_p,) * 5, *(c_int64,) * 5, c_int)
+        library.pack_e4m3.argtypes = (c_void_p,) * 2 + (c_int64,) * 2
+        library.multiply_e4m3.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, *(c_int64,) * 5, c_int)
         library.short_conv.argtypes = (c_void_p, c_int64, *(c_void_p,) * 7, *(c_int64,) * 5)
         library.unit_heads.argtypes = (c_void_p, c_int64, c_void_p, *(c_int64,) * 3, c_float, c_float, c_int64)
         library.outer_product_state.argtypes = (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 7, *(c_int64,) * 7)
@@ -114,6 +116,12 @@ class NativeKernels(TorchKernels):
         if not NativeInt8Linear.supports(self._library, weight):
             return None
         return NativeInt8Linear(self._library, weight, scale, self._dtype, self._threads)
+
+    @override
+    def fp8_linear(self, weight: Tensor, scale: Tensor) -> LinearMethod | None:
+        if not NativeFp8Linear.supports(self._library, weight, scale):
+            return None
+        return NativeFp8Linear(self._library, weight, scale, self._dtype, self._threads)
 
     @override
     def int4_linear(self, codes: Tensor, scale: Tensor, zero: Tensor) -> LinearMethod | None:

@@ -13,6 +13,7 @@ from parallel.linear import LinearMethod
 
 WIDE = 64  # outputs of one panel of packed weights, as in multiply.c
 MIDDLE = 8  # of codes of four bits
+NAN, E4M3_UNIT = 0x7F, 256  # of e4m3: the bits of what is no number, and as in panel_eights.h
 
 
 class _PanelLinear(LinearMethod):
@@ -100,8 +101,8 @@ class NativeInt4Linear(_PanelLinear):
     """Weights of four bits, (code - zero) * scale by groups of inputs; see `Kernels.int4_linear` for what they are.
 
     dtype: of the activations. The results are those of `NativeLinear` with the weights that these stand for, rounded
-    to the dtype, bit for bit. Without a matrix unit they are not rounded to bfloat16; where that CPU has dot products of
-    bfloat16, sums are those of groups, each scaled once.
+    to the dtype, bit for bit. Without a matrix unit they are not rounded to bfloat16; where that CPU has dot products
+    of bfloat16, the sum of each group is scaled, as a whole.
     """
 
     def __init__(
@@ -125,6 +126,33 @@ class NativeInt4Linear(_PanelLinear):
     def supports(library: ctypes.CDLL, codes: Tensor, scale: Tensor) -> bool:
         """Whether `library` can pack such a weight: a word of eight codes has inputs of one group."""
         return bool(2 * codes.shape[1] // scale.shape[1] % (8 * library.packing_depth()) == 0)
+
+    @override
+    def describe(self) -> str:
+        return f"{super().describe()} in groups of {self._group}"
+
+
+class NativeFp8Linear(_PanelLinear):
+    """Weights in fp8 (e4m3), times a scale by groups of inputs; see `Kernels.fp8_linear` for what they are.
+
+    dtype: of the activations. The results are those of `NativeLinear` with the weights that these stand for, rounded
+    to the dtype, bit for bit.
+    """
+
+    def __init__(self, library: ctypes.CDLL, weight: Tensor, scale: Tensor, dtype: torch.dtype, threads: int) -> None:
+        self._group = weight.shape[1] // scale.shape[1]
+        super().__init__(library, library.multiply_e4m3, weight.shape, dtype, threads, (self._group,))
+        self._packed = torch.empty(self._padded() * self._ins, dtype=torch.uint8)
+        plain = weight.contiguous()
+        library.pack_e4m3(plain.data_ptr(), self._packed.data_ptr(), self._outs, self._ins)
+        self._scales = _in_lanes(scale.float() * E4M3_UNIT, self._padded(), library.packing_depth())
+        self._addresses = self._packed.data_ptr(), self._scales.data_ptr()
+
+    @staticmethod
+    def supports(library: ctypes.CDLL, weight: Tensor, scale: Tensor) -> bool:
+        """Whether `library` can pack such a weight: groups have whole steps, and no weight is NaN."""
+        fits = weight.shape[1] // scale.shape[1] % library.packing_depth() == 0
+        return fits and not bool((weight.view(torch.uint8) & NAN == NAN).any())
 
     @override
     def describe(self) -> str:

@@ -32,6 +32,15 @@ INLINE vec fours(uvec words, int at) {
 #endif
 }
 
+/* RUN weights in fp32, in the order of lanes, as they are multiplied. */
+INLINE run rounded(const vec *found) {
+#if DEPTH == 2
+    return (run)_mm512_cvtne2ps_pbh((__m512)found[1], (__m512)found[0]);
+#else
+    return found[0];
+#endif
+}
+
 /* The weights of vector v of outputs in step `at`. words: of the vector's LANES * DEPTH lanes. */
 INLINE run weights_of(const int offset, const uvec *words, int at, const float *scales, const float *zeros) {
     vec found[DEPTH];
@@ -39,11 +48,7 @@ INLINE run weights_of(const int offset, const uvec *words, int at, const float *
         const vec code = fours(words[d], at);
         found[d] = (offset ? code - get_float(zeros + d * LANES) : code) * get_float(scales + d * LANES);
     }
-#if DEPTH == 2
-    return (run)_mm512_cvtne2ps_pbh((__m512)found[1], (__m512)found[0]);
-#else
-    return found[0];
-#endif
+    return rounded(found);
 }
 
 INLINE void get_words(const char *from, uvec *words) {

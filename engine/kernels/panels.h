@@ -37,6 +37,7 @@ static void finish(const float *sums, const float *scales, const elem *bias, ele
 #include "panel_rows.h"
 #include "panel_tiles.h"
 #include "panel_fours.h"
+#include "panel_eights.h"
 
 /* Rows of a band: bands of about one size, so that threads get equal shares; whole passes in all but the last. */
 INLINE long band_of(long rows, long pass) {

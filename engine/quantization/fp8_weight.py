@@ -30,7 +30,10 @@ def from_e4m3(weight: Tensor) -> Tensor:
 
 
 class Fp8WeightLinear(ChannelLinear):
-    """weight [out, in] times weight_scale [out]; made plain for each product, on any device."""
+    """weight [out, in] times weight_scale [out].
+
+    Made plain for each product, on any device; `use_kernels` puts a product that reads fp8 in its place.
+    """
 
     dtype = E4M3
     limit = LARGEST_E4M3
@@ -42,7 +45,8 @@ class Fp8WeightLinear(ChannelLinear):
 
     @override
     def use_kernels(self, layer: ParallelLinear, kernels: Kernels, pack: Pack) -> None:
-        self._product = WidenedProduct(layer.weight.shape[0], layer.weight.shape[1], pack)
+        if not _multiplies_as_it_is(layer, kernels, layer.weight_scale[:, None]):
+            self._product = WidenedProduct(layer.weight.shape[0], layer.weight.shape[1], pack)
 
     @override
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -60,7 +64,7 @@ class Fp8BlockLinear(QuantizedLinear):
     """weight [out, in] times weight_scale [out / rows, in / columns], one for each block of rows x columns.
 
     A block here is a part of one on disk where ranks, or parts of a merged weight, begin or end within that. Made
-    plain for each product, on any device.
+    plain for each product, on any device; `use_kernels` puts a product that reads fp8 in its place.
     """
 
     scaled_by_row = False
@@ -109,7 +113,8 @@ class Fp8BlockLinear(QuantizedLinear):
 
     @override
     def use_kernels(self, layer: ParallelLinear, kernels: Kernels, pack: Pack) -> None:
-        self._product = WidenedProduct(layer.weight.shape[0], layer.weight.shape[1], pack)
+        if not _multiplies_as_it_is(layer, kernels, layer.weight_scale.repeat_interleave(self._shares[0], 0)):
+            self._product = WidenedProduct(layer.weight.shape[0], layer.weight.shape[1], pack)
 
     @override
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -126,6 +131,17 @@ class Fp8BlockLinear(QuantizedLinear):
     @override
     def describe(self) -> str:
         return "Fp8BlockLinear {}x{} by {}x{}".format(*self._weight.shape, *self._shares)
+
+
+def _multiplies_as_it_is(layer: ParallelLinear, kernels: Kernels, scale: Tensor) -> bool:
+    """Let `kernels` multiply by a layer's weight in fp8, if they can. scale: [out, groups], of groups of inputs."""
+    faster = kernels.fp8_linear(layer.weight, scale)
+    if faster is None:
+        return False
+    layer.method = faster
+    if layer.weight.device.type == "cpu":
+        layer.release_weight(layer.weight_scale)
+    return True
 
 
 def block_scales(spec: QuantizationSpec, outs: int, ins: int, shares: tuple[int, int]) -> Recipe:

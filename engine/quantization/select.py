@@ -17,6 +17,7 @@ from engine.kernels.base import Kernels
 from engine.kernels.onednn import OneDNN, PackedLinear
 from engine.kernels.product_choice import ProductChoice
 from engine.layers.base import Names, checkpoint_names, is_stacked, is_transposed
+from engine.layers.embedding import ParallelLMHead
 from engine.layers.mla import HeadProducts
 from engine.quantization.fp8 import LEAST_CAPABILITY, Fp8Linear
 from engine.quantization.fp8_weight import Fp8BlockLinear, Fp8WeightLinear, plain_eight_bits
@@ -154,6 +155,13 @@ def _method_of(spec: QuantizationSpec, layer: ParallelLinear) -> LinearMethod:
 def _are_outlines(layers: nn.Module) -> bool:
     """Whether the layers are on torch's device `meta`, and nothing will be loaded."""
     return any(parameter.is_meta for parameter in layers.parameters())
+
+
+def hold_in_int8(head: ParallelLMHead) -> None:
+    """Let a loaded output head multiply by its weight in int8; an embedding that it is tied to stays plain."""
+    method = Int8Linear(made_at_load("int8"))
+    method.load(head)
+    head.method = method
 
 
 def choose_products(model: nn.Module, kernels: Kernels) -> None:

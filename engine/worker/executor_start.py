@@ -63,7 +63,7 @@ class ModelInfo:
         parts = [self.model.architecture + half, self.config.dtype, f"attention {self.attention_backend}"]
         if self.arithmetic.get("layers") == "TransformersModel":
             parts.insert(1, "transformers' layers")
-        if self.config.quantization is not None:
+        if self.config.weight_form is not None:
             parts.append(f"quantization {self.config.weight_form}")
         if self.config.fp8_cache:
             parts.append("KV cache fp8")

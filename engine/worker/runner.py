@@ -26,7 +26,7 @@ from engine.layers.attention import attention_specs
 from engine.loader.checkpoint import ModelFolder, open_model
 from engine.loader.weights import load_model, read_kv_scales
 from engine.models.causal_lm import CausalLM
-from engine.quantization.select import choose_products, quantization_of
+from engine.quantization.select import choose_products, hold_in_int8, quantization_of
 from engine.report import Ints, SamplingInputs, StepInputs, StepOutputs
 from engine.resolve import resolve
 from engine.sampling.sampler import DeviceOutputs
@@ -200,6 +200,8 @@ class ModelRunner:
             expert_parallel=self.config.enable_expert_parallel,
         )
         model.use_kernels(self._kernels)
+        if self.config.quantize_lm_head:
+            hold_in_int8(model.head)
         choose_products(model, model.kernels)
         if self.config.batch_invariant and self.group.device.type == "cuda":
             fix_products(model)

@@ -2,12 +2,12 @@
 
     python -m tests.bench.flame [--streams 32] [--seconds 20] [--output FILE.png] [TREE ...]
 
-Each tree's `squadron serve demo` (one replica of one thread unless `--replicas` says more) is asked for streams all the
-time, by the client of `tests.bench.peers.served`. Meanwhile py-spy samples the stacks of its Python processes, those
-threads that are on a CPU. A stack's share of a process's samples is taken of the CPU seconds that the kernel counted for
-the process, and told per token. Widths of the picture are microseconds of CPU; a row is called by the one below it.
+Each tree's `squadron serve demo`, one replica of one thread unless `--replicas` says more, is asked for streams all
+the time, by the client of `tests.bench.peers.served`. Meanwhile py-spy samples the stacks of its Python processes, of
+threads that are on a CPU. The CPU seconds that the kernel counts for a process are shared out among its stacks, and
+told per token. Widths in the picture are microseconds of CPU; a function is drawn below the one that calls it.
 
-Wants py-spy and matplotlib: `pip install '.[pictures]'`. py-spy needs the right to trace other processes, as root has.
+Wants py-spy and matplotlib: `pip install '.[pictures]'`. py-spy must be allowed to trace other processes, as root is.
 """
 
 from __future__ import annotations
@@ -43,7 +43,13 @@ ROW, INCHES, DOTS = 0.19, 15.0, 80  # height of a row and width of the picture i
 LEAST_CPU = 0.01  # of a core: processes below are summed up as others
 FRAME = re.compile(r"(?P<name>.+) \((?P<file>[^()]+?)(?::\d+)?\)$")
 # Files whose functions only call others, on every stack.
-BETWEEN = ("threading.py", "torch/nn/modules/module.py", "torch/utils/_contextlib.py", "<frozen runpy>", "forked_workers.py")
+BETWEEN = (
+    "threading.py",
+    "torch/nn/modules/module.py",
+    "torch/utils/_contextlib.py",
+    "<frozen runpy>",
+    "forked_workers.py",
+)
 COLOURS = {"engine": "#f2a65a", "parallel": "#e07a5f", "cluster": "#5794f2", "deploy": "#81b29a", "tests": "#b0b0b0"}
 ELSEWHERE, PROCESS = "#d5d2c8", "#9aa5b1"
 Tree = dict[str, "Frame"]
@@ -130,8 +136,8 @@ def _sampled(name: str, root: psutil.Process, seconds: int, tokens: list[int]) -
         files = {pid: Path(folder, str(pid)) for pid in there if _is_python(there[pid])}
         samplers = [
             subprocess.Popen(
-                [str(sampler_path()), "record", "--pid", str(pid), "--format", "raw", "--output", str(file), "--rate", str(RATE),
-                 "--duration", str(seconds), "--nonblocking", "--threads"],
+                [str(sampler_path()), "record", "--pid", str(pid), "--format", "raw", "--output", str(file),
+                 "--rate", str(RATE), "--duration", str(seconds), "--nonblocking", "--threads"],
                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )
             for pid, file in files.items()

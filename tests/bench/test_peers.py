@@ -40,7 +40,7 @@ FAILING = "import sys; print('loading'); sys.exit('no such instruction: vdpbf16p
 def fake(tmp_path, monkeypatch):
     """Return a function that makes an engine of a script, and its environment where it has one."""
     monkeypatch.setattr(comparison, "HERE", tmp_path)
-    monkeypatch.setattr(comparison, "save_random_model", lambda folder: None)
+    monkeypatch.setattr(comparison, "save_random_model", lambda folder, sizes: None)
     monkeypatch.setattr(comparison, "parameters", lambda folder: (75_000_000, 25_000_000))
     monkeypatch.setattr(comparison, "has_bf16_units", lambda: True)
     (tmp_path / LIMITS.script).write_text(

@@ -94,11 +94,37 @@ def test_a_model_says_what_it_says_with_the_weights_that_quantised_ones_stand_fo
         with_weights(model, before)
 
 
-@pytest.mark.parametrize("weights", MADE)
+@pytest.mark.parametrize("weights", [{}, MADE["int4"]], ids=["plain", "int4"])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("name", ["llama", "llama3_tied_biased", "gpt2"])
+def test_a_head_in_eight_bits_says_what_the_one_that_it_stands_for_says(models, name, backend, weights):
+    model, folder = models(name)
+    before = with_weights(model, made_at_load(model, in_four_bits) if weights else {})
+    head = model.lm_head.weight
+    stands_for = in_eight_bits(METHODS["int8"])(head.detach())
+    model.lm_head.weight = torch.nn.Parameter(stands_for, requires_grad=False)  # a tied embedding stays
+    try:
+        asked = config(folder, **weights, quantize_lm_head=True, attention_backend=backend)
+        runner = ModelRunner(asked, SoloGroup())
+        ragged = prompts(5, seed=4)
+        check_against(model, Stepper(runner).generate(ragged, 6), ragged)
+    finally:
+        model.lm_head.weight = head
+        with_weights(model, before)
+    tied = name in ("llama3_tied_biased", "gpt2")
+    held = {weight.dtype for weight in runner.model.head.parameters() if weight.numel() and weight.dim() == 2}
+    assert held <= {torch.int8}
+    assert tied == torch.equal(runner.model.table[: len(head)], head)
+
+
+QUANTISED = {**MADE, "head": {"quantize_lm_head": True}}
+
+
+@pytest.mark.parametrize("weights", QUANTISED)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_two_ranks_hold_and_say_what_one_does(two_ranks, models, name, weights):
     _, folder = models(name)
-    asked = config(folder, **MADE[weights])
+    asked = config(folder, **QUANTISED[weights])
     ranks = two_ranks(lambda group: ModelRunner(asked, group))
 
     def execute(inputs, draws):

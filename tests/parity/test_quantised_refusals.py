@@ -121,6 +121,12 @@ def test_sizes_of_groups_that_are_none_are_refused(method, size, words):
         assert word in str(error.value)
 
 
+def test_a_head_in_eight_bits_is_for_cpus(plain):
+    with pytest.raises(ConfigError, match="device=cuda leave it out") as error:
+        resolve_for(EngineConfig("m", quantize_lm_head=True), config_of(plain), "cuda")
+    assert error.value.flag == "quantize_lm_head"
+
+
 @pytest.mark.parametrize(
     ("ranks", "size", "words"),
     [

@@ -2,6 +2,7 @@
 
     python -m tests.bench.peers install [vllm ray-llm openvino llama.cpp llama.cpp-avx2]
     python -m tests.bench.peers [--rounds 3] [--isa avx2] [--only squadron vllm] [--dtypes float32] [--output FILE]
+    python -m tests.bench.peers --dtypes int4 int8 --shape 0.6b         with quantised weights
     python -m tests.bench.peers --rounds 1 --sequences 4     whether all of them work
     python -m tests.bench.peers.served --help                the same of their servers
 
@@ -21,10 +22,11 @@ from pathlib import Path
 from engine.kernels.compiler import isas
 from tests.bench.machine import provenance
 from tests.bench.offline import EVEN
-from tests.bench.peers.comparison import DTYPES, compare
+from tests.bench.peers.comparison import DTYPES, QUANTISED, compare
 from tests.bench.peers.engines import ENGINES, ISAS
 from tests.bench.peers.environments import ENVIRONMENTS, NOT_TO_BE_HAD, InstallError, default_root, install
 from tests.bench.peers.table import markdown
+from tests.bench.random_model import SIZES
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,7 +45,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--only", nargs="+", choices=ENGINES, default=list(ENGINES), metavar="ENGINE", help=f"of {', '.join(ENGINES)}"
     )
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="default: float32, bfloat16 where it is fast")
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=(*DTYPES, *QUANTISED), help="default: float32, bfloat16 where it is fast"
+    )
+    parser.add_argument("--shape", choices=SIZES, default="100m", help="of the model (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="write the Markdown there, too")
     commands = parser.add_subparsers(dest="command")
     making = commands.add_parser("install", help="make the environments")
@@ -66,6 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
         "rounds": options.rounds,
         "dtypes": options.dtypes,
         "sequences": options.sequences,
+        "shape": options.shape,
     }
     found = compare(root, engines=engines, partial=True, tell=tell, **settings)
     text = markdown(found, origin)

@@ -35,7 +35,8 @@ class Prompts:
 class Job:
     """What an engine shall do.
 
-    model: a checkpoint's folder. converted: the same weights as the engine's own format, where it has one. isa: what
+    model: a checkpoint's folder. converted: the same weights as the engine's own format, where it has one. dtype: of
+    the weights. activations: float32 or bfloat16, which is another one where weights are in int8 or int4. isa: what
     the CPU is taken for. alone: prompts run one after the other. first: prompts whose first token is timed. checked:
     prompts whose tokens are answered, to compare them.
     """
@@ -43,6 +44,7 @@ class Job:
     model: str
     converted: str
     dtype: str
+    activations: str
     isa: str
     threads: int
     max_model_len: int

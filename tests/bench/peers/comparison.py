@@ -21,12 +21,13 @@ from tests.bench.offline import EVEN, SINGLE_TOKENS, THREADS, even_load, has_bf1
 from tests.bench.peers.child import Job, Prompts
 from tests.bench.peers.engines import ENGINES, HERE, LIMITS, Engine, absent, for_isa, variables
 from tests.bench.peers.environments import last_lines, python_of
-from tests.bench.random_model import VOCAB, Load, make_load, save_random_model
+from tests.bench.random_model import SIZES, VOCAB, Load, make_load, save_random_model
 
 TIMEOUT = 1800.0  # seconds for one process
 MAX_MODEL_LEN = 1024
 FIRST = 512  # tokens of the prompts whose first token is timed
 DTYPES = ("float32", "bfloat16")
+QUANTISED = ("int8", "int4")  # weights, with activations in the fastest dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,8 @@ class Comparison:
     """What was found.
 
     answers: by engine and dtype, one of each round. skipped: engine -> why it is not compared, or not in every round.
-    sequences: of each load. layers, table: parameters; the table is that of the embeddings and of the
-    output.
+    sequences: of each load. layers, table: parameters; the table is that of the embeddings and of the output. shape:
+    of the model.
     """
 
     isa: str
@@ -58,17 +59,19 @@ class Comparison:
     skipped: Mapping[str, str]
     layers: int
     table: int
+    shape: str = "100m"
 
 
 def compare(
     root: Path, *, isa: str = "native", rounds: int = 1, engines: Sequence[Engine] = tuple(ENGINES.values()),
-    dtypes: Sequence[str] | None = None, sequences: int = EVEN[0], partial: bool = False,
+    dtypes: Sequence[str] | None = None, sequences: int = EVEN[0], shape: str = "100m", partial: bool = False,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Comparison:  # fmt: skip
     """Measure the engines in turns. An engine that is not there or fails is skipped, and the reason kept.
 
     root: of the peers' environments. dtypes: without, float32, and bfloat16 where the CPU computes it fast.
-    sequences: of each load, 64 at most. partial: whether Ctrl-C ends the measuring alone, and what there is counts.
+    sequences: of each load, 64 at most. shape: of the model, of `SIZES`. partial: whether Ctrl-C ends the measuring
+    alone, and what there is counts.
     """
     skipped = {engine.name: why for engine in engines if (why := absent(for_isa(engine, isa), isa, root))}
     for name, why in skipped.items():
@@ -77,11 +80,11 @@ def compare(
     answers: dict[tuple[str, str], list[Answer]] = {}
     with tempfile.TemporaryDirectory(prefix="squadron-peers-") as name:
         folder = Path(name)
-        save_random_model(folder / "model")
-        found = Comparison(isa, sequences, answers, skipped, *parameters(folder / "model"))
+        save_random_model(folder / "model", sizes=SIZES[shape])
+        found = Comparison(isa, sequences, answers, skipped, *parameters(folder / "model"), shape)
         try:
             for number, dtype, engine in turns(there, dtypes or usual_dtypes(isa), rounds):
-                if engine.name not in skipped:
+                if engine.name not in skipped and (dtype not in QUANTISED or engine.quantises):
                     tell(f"round {number + 1} of {rounds}, {dtype}: {engine.name}")
                     work = job(folder / "model", dtype, isa, number, sequences)
                     _add(engine, work, folder, root, answers, skipped, tell)
@@ -125,10 +128,12 @@ def job(model: Path, dtype: str, isa: str, number: int, sequences: int) -> Job:
     def of(load: Load) -> Prompts:
         return Prompts(load.prompts[:sequences], load.outputs[:sequences])
 
+    activations = usual_dtypes(isa)[-1] if dtype in QUANTISED else dtype
     return Job(
-        model=str(model), converted="", dtype=dtype, isa=isa, threads=THREADS, max_model_len=MAX_MODEL_LEN,
-        warm_up=prompts(8, EVEN[1], 4), mixed=of(make_load(VOCAB, sequences)), even=of(even_load(VOCAB)),
-        alone=prompts(3, EVEN[1], SINGLE_TOKENS), first=prompts(5, FIRST, 1), checked=prompts(4, 50, 16),
+        model=str(model), converted="", dtype=dtype, activations=activations, isa=isa, threads=THREADS,
+        max_model_len=MAX_MODEL_LEN, warm_up=prompts(8, EVEN[1], 4), mixed=of(make_load(VOCAB, sequences)),
+        even=of(even_load(VOCAB)), alone=prompts(3, EVEN[1], SINGLE_TOKENS), first=prompts(5, FIRST, 1),
+        checked=prompts(4, 50, 16),
     )  # fmt: skip
 
 
@@ -160,10 +165,16 @@ def _ask(engine: Engine, folder: Path, work: Job, root: Path) -> Answer:
     python = str(python_of(engine.environment, root)) if engine.environment else sys.executable
     said = variables(engine, work.isa, root)
     if engine.converter:
-        converted = folder / (f"{engine.environment}-{work.dtype}" if engine.converts_each else engine.environment)
+        each = engine.converts_each or work.dtype in QUANTISED
+        converted = folder / (f"{engine.environment}-{work.dtype}" if each else engine.environment)
         if not converted.exists():
             _run([python, engine.converter, work.model, str(converted), work.dtype], said)
         work = replace(work, converted=str(converted))
+    elif engine.reads_copies and work.dtype in QUANTISED:
+        copy = folder / f"copy-{work.dtype}"
+        if not copy.exists():
+            quantise(work.model, copy, work.dtype)
+        work = replace(work, converted=str(copy))
     asked, answered = folder / "job.json", folder / "answer.json"
     answered.unlink(missing_ok=True)
     work.write(asked)
@@ -171,6 +182,14 @@ def _ask(engine: Engine, folder: Path, work: Job, root: Path) -> Answer:
     if not answered.is_file():
         raise ProcessError(f"{engine.script} ended without an answer")
     return Answer(**json.loads(answered.read_text()))
+
+
+def quantise(model: str, copy: Path, form: str) -> None:
+    """Write a checkpoint again as `squadron quantize` does."""
+    from engine.loader.checkpoint import open_model
+    from engine.loader.quantised_copy import write_quantised
+
+    write_quantised(open_model(model), copy, form)
 
 
 def _run(command: list[str], environment: Mapping[str, str]) -> None:

@@ -37,8 +37,9 @@ class Engine:
     """One row of the table.
 
     script: what runs in its environment, where `environment` is None in this one. converter: a script that is called
-    with the checkpoint, a path and the dtype, and makes the engine's own format there; one for all dtypes, unless the
-    engine `converts_each`.
+    with the checkpoint, a path and the dtype, and makes the engine's own format there; one for all plain dtypes,
+    unless the engine `converts_each`. quantises: whether it has weights in int8 and int4. reads_copies: whether it
+    gets them from what `squadron quantize` has written.
     """
 
     name: str
@@ -46,13 +47,17 @@ class Engine:
     environment: str | None = None
     converter: str | None = None
     converts_each: bool = False
+    quantises: bool = False
+    reads_copies: bool = False
 
 
 ENGINES = {
-    "squadron": Engine(OURS, "run_squadron.py"),
-    "vllm": Engine("vLLM", "run_vllm.py", "vllm"),
-    "openvino": Engine("OpenVINO GenAI", "run_openvino.py", "openvino", "make_ir.py"),
-    "llama.cpp": Engine("llama.cpp", "run_llama_cpp.py", "llama.cpp", "make_gguf.py", converts_each=True),
+    "squadron": Engine(OURS, "run_squadron.py", quantises=True),
+    "vllm": Engine("vLLM", "run_vllm.py", "vllm", quantises=True, reads_copies=True),
+    "openvino": Engine("OpenVINO GenAI", "run_openvino.py", "openvino", "make_ir.py", quantises=True),
+    "llama.cpp": Engine(
+        "llama.cpp", "run_llama_cpp.py", "llama.cpp", "make_gguf.py", converts_each=True, quantises=True
+    ),
     "generate": Engine("transformers, generate", "run_transformers.py"),
     "continuous": Engine("transformers, continuous", "run_continuous.py"),
 }

@@ -12,7 +12,14 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-KINDS = {"float32": gguf.GGMLQuantizationType.F32, "bfloat16": gguf.GGMLQuantizationType.BF16}
+KINDS = {
+    "float32": gguf.GGMLQuantizationType.F32,
+    "bfloat16": gguf.GGMLQuantizationType.BF16,
+    "int8": gguf.GGMLQuantizationType.Q8_0,
+    "int4": gguf.GGMLQuantizationType.Q4_0,
+}
+TABLES = {**KINDS, "int4": gguf.GGMLQuantizationType.Q8_0}  # gguf's Python writes no Q6_K, llama.cpp's usual choice
+TABLE = "model.embed_tokens.weight"
 HEADER = 8  # bytes, of a safetensors file: the length of the JSON that follows
 
 
@@ -49,7 +56,7 @@ def settings(writer: gguf.GGUFWriter, config: dict) -> None:
 
 
 def main() -> None:
-    checkpoint, out, dtype = Path(sys.argv[1]), sys.argv[2], KINDS[sys.argv[3]]
+    checkpoint, out, kind = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     config = json.loads((checkpoint / "config.json").read_text())
     if not config["tie_word_embeddings"]:
         raise ValueError("only checkpoints whose output is the table of embeddings are converted")
@@ -63,6 +70,7 @@ def main() -> None:
         if weight.ndim == 1:  # norms stay in fp32, as llama.cpp wants them
             writer.add_tensor(theirs, weight)
         else:
+            dtype = (TABLES if name == TABLE else KINDS)[kind]
             data = gguf.quants.quantize(weight, dtype)
             writer.add_tensor(theirs, data, raw_dtype=dtype)
     writer.write_header_to_file()

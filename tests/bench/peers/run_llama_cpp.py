@@ -16,7 +16,7 @@ import numpy as np
 from child import Job, answer, asked
 
 STEP = 2048  # tokens; n_batch of its server
-KINDS = {"float32": llama.GGML_TYPE_F32, "bfloat16": llama.GGML_TYPE_F16}  # of the cache; F16 is llama.cpp's default
+FORMS = {"int8": "; weights in Q8_0", "int4": "; weights in Q4_0, table in Q8_0"}
 QUIET = llama.llama_log_callback(lambda level, text, data: None)
 
 
@@ -38,7 +38,8 @@ class LlamaCpp:
         params = llama.llama_context_default_params()
         params.n_ctx, params.n_seq_max, params.n_batch = sequences * length, sequences, STEP
         params.n_threads = params.n_threads_batch = job.threads
-        params.type_k = params.type_v = KINDS[job.dtype]
+        # F16 is llama.cpp's default.
+        params.type_k = params.type_v = llama.GGML_TYPE_F32 if job.dtype == "float32" else llama.GGML_TYPE_F16
         self._vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
         self._context = llama.llama_init_from_model(model, params)
         if not self._context:
@@ -106,6 +107,7 @@ def main() -> None:
         return (one if len(prompts) == 1 else many).generate(prompts, outputs)
 
     note = f"token ids alone; cache in {'F32' if job.dtype == 'float32' else 'F16'}; built with {' '.join(units)}"
+    note += FORMS.get(job.dtype, "")
     answer(generate, job, version("llama-cpp-python"), note=note)
 
 

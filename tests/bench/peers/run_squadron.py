@@ -15,14 +15,18 @@ def main() -> None:
     job = asked()
     torch.set_num_threads(job.threads)
     settings = {"max_model_len": job.max_model_len, "enable_prefix_caching": False}
-    with LLM(job.model, dtype=job.dtype, device="cpu", **settings) as llm:
+    note = ""
+    if job.dtype != job.activations:
+        settings |= {"quantization": job.dtype, "quantize_lm_head": True}
+        note = f"--quantization {job.dtype} --quantize-lm-head, activations in {job.activations}"
+    with LLM(job.model, dtype=job.activations, device="cpu", **settings) as llm:
 
         def generate(prompts: list[list[int]], outputs: list[int]) -> list[list[int]]:
             params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in outputs]
             results = llm.generate(prompts, params, use_tqdm=False)
             return [list(result.outputs[0].token_ids) for result in results]
 
-        answer(generate, job, version("squadron"))
+        answer(generate, job, version("squadron"), note=note)
 
 
 if __name__ == "__main__":

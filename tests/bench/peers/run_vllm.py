@@ -31,7 +31,12 @@ def main() -> None:
     lacks(job.isa)
     from vllm import LLM, SamplingParams, __version__
 
-    llm = LLM(job.model, dtype=job.dtype, max_model_len=job.max_model_len, enable_prefix_caching=False)
+    llm = LLM(
+        job.converted or job.model,
+        dtype=job.activations,
+        max_model_len=job.max_model_len,
+        enable_prefix_caching=False,
+    )
 
     def generate(prompts: list[list[int]], outputs: list[int]) -> list[list[int]]:
         params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in outputs]
@@ -39,7 +44,10 @@ def main() -> None:
         return [list(result.outputs[0].token_ids) for result in llm.generate(asked_for, params, use_tqdm=False)]
 
     preloaded = [name for name in ("iomp5", "tcmalloc") if name in os.environ.get("LD_PRELOAD", "")]
-    answer(generate, job, __version__, note=f"preloaded: {' and '.join(preloaded) or 'nothing'}")
+    note = f"preloaded: {' and '.join(preloaded) or 'nothing'}"
+    if job.dtype != job.activations:
+        note += f"; reads what `squadron quantize` wrote in {job.dtype}, table plain"
+    answer(generate, job, __version__, note=note)
 
 
 if __name__ == "__main__":

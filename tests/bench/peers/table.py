@@ -97,6 +97,8 @@ def _heading(comparison: Comparison, origin: Mapping[str, Any]) -> str:
     sequences = comparison.sequences
     rounds = max(map(len, comparison.answers.values()), default=0)
     command = f"python -m tests.bench.peers --isa {comparison.isa} --rounds {rounds}"
+    if comparison.shape != "100m":
+        command += f" --shape {comparison.shape}"
     if sequences != EVEN[0]:
         command += f" --sequences {sequences}"
     return (

@@ -169,14 +169,16 @@ def test_a_replica_tells_what_its_weights_are_held_in(folder: Path) -> None:
         {"quantization": "int4"},
         {"quantization": "int4", "quantization_group_size": 128},
         {"quantization": "int4", "quantization_group_size": 64},
+        {"quantize_lm_head": True},
+        {"quantization": "int8", "quantize_lm_head": True},
     ]
     for each in settings:
         config = ClusterConfig(model=str(folder), **each)
         group.info.config = config.engine.resolved(dtype="float32", max_model_len=16)
         told.add(weights_of(_facts("a", config, group).fingerprint))
-    forms = (None, "int8", "int4", "int4 by 64")
+    forms = (None, "int8", "int4", "int4 by 64", "output head in int8", "int8, output head in int8")
     assert told == {model_fingerprint(str(folder), "float32", form) for form in forms}
-    assert len(told) == 4
+    assert len(told) == 6
 
 
 SIZES = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "num_kv_blocks": 16}

@@ -12,7 +12,7 @@ from engine.errors import CheckpointError, ConfigError
 from engine.kernels import compiler
 from engine.kernels.base import GroupedProduct, Kernels, TorchKernels
 from engine.kernels.native import native_library
-from engine.kernels.native_linear import NativeInt4Linear, NativeLinear
+from engine.kernels.native_linear import NativeFp8Linear, NativeInt4Linear, NativeLinear
 from engine.kernels.select import select_kernels
 from engine.layers.base import Build
 from engine.layers.mlp import Gate
@@ -103,7 +103,7 @@ def test_products_are_exact_and_a_row_has_the_same_bits_in_any_company(kind, ker
     [(96, 64, 32, True), (200, 384, 128, False), (70, 1040, 1040, True), (64, 96, 16, True), (72, 768, 96, False)],
 )
 def test_four_bits_multiply_as_the_weights_that_they_stand_for(monkeypatch, isa, dtype, outs, ins, group, zeros):
-    """With every instruction set that this CPU can be taken for: bit for bit, or as exactly where groups are scaled."""
+    """With all that this CPU can be taken for: bit for bit, or more exactly where the sums of groups are scaled."""
     monkeypatch.setenv(compiler.ISA_VARIABLE, isa)
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 256, (outs, ins // 2), generator=generator).to(torch.uint8)
@@ -133,6 +133,32 @@ def test_four_bits_multiply_as_the_weights_that_they_stand_for(monkeypatch, isa,
             assert bool(((got.double() - products - bias.double()).abs() <= most + 2**-8 * bias.double().abs()).all())
         else:
             assert torch.equal(got, plain.apply(x[:rows].to(as_plain), bias.to(as_plain)).to(dtype))
+
+
+@pytest.mark.parametrize("isa", [compiler.NATIVE, *compiler.isas()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("outs", "ins", "group"), [(96, 64, 64), (200, 384, 48), (70, 624, 624)])
+def test_fp8_multiplies_as_the_weights_that_it_stands_for(monkeypatch, isa, dtype, outs, ins, group):
+    """Bit for bit, with all that this CPU can be taken for; every number of e4m3 is among the weights."""
+    monkeypatch.setenv(compiler.ISA_VARIABLE, isa)
+    library = native_library(64, dtype)
+    if library is None:
+        pytest.skip("there is no compiler")
+    numbers = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(0)
+    codes = numbers[torch.randint(0, len(numbers), (outs * ins,), generator=generator)]
+    codes[: len(numbers)] = numbers
+    weight = codes.view(outs, ins).view(torch.float8_e4m3fn)
+    scale = torch.rand(outs, ins // group, generator=generator)
+    assert NativeFp8Linear.supports(library, weight, scale)
+    method = NativeFp8Linear(library, weight, scale, dtype, threads=2)
+    plain = NativeLinear(library, (weight.float() * scale.repeat_interleave(group, 1)).to(dtype), threads=2)
+    bias = normal(outs, dtype=dtype)
+    for rows in (1, 2, 5, 13, 40, 300):
+        x = normal(rows, ins, dtype=dtype)
+        assert torch.equal(method.apply(x, bias), plain.apply(x, bias))
+    codes[7] = 127
+    assert not NativeFp8Linear.supports(library, weight, scale)
 
 
 def test_torchs_product_takes_the_place_of_codes_and_holds_no_more_than_they_did() -> None:
