@@ -13,6 +13,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("fp8", "int8", "int4", "compressed-tensors", "gptq", "awq", "modelopt")
 USUAL_GROUP = 128  # inputs that share a scale in int4
 LEAST_GROUP = 8  # of fewer the scales would be larger than the weights
+GPU_TOKENS, CPU_TOKENS = 8192, 2048  # of a step, unless told
 DEVICES = ("cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SCHEDULING_POLICIES = ("fcfs", "priority")
@@ -44,7 +45,8 @@ class EngineConfig:
     more memory: 2 to 4 bytes a group.
     quantize_lm_head: hold the output head in int8, made as it is loaded, whatever the other layers are; on CPUs.
     max_model_len: tokens of prompt + output of one sequence; None = the model's own limit.
-    max_num_seqs / max_num_batched_tokens: sequences and tokens of one step.
+    max_num_seqs / max_num_batched_tokens: sequences and tokens of one step; None = `token_budget`, what is usual for
+    the device.
     long_prefill_token_threshold: most prompt tokens one sequence may take in a step; 0 = the whole budget.
     num_kv_blocks: KV blocks incl. the null block; None = from memory.
     gpu_memory_utilization: share of the GPU's memory that the engine may use.
@@ -82,7 +84,7 @@ class EngineConfig:
     device: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
+    max_num_batched_tokens: int | None = None
     long_prefill_token_threshold: int = 0
     block_size: int = 16
     num_kv_blocks: int | None = None
@@ -107,9 +109,10 @@ class EngineConfig:
             _check_type(field.name, getattr(self, field.name), str(field.type))
         if self.cudagraph_capture_sizes is not None:
             object.__setattr__(self, "cudagraph_capture_sizes", self._checked_sizes(self.cudagraph_capture_sizes))
-        for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "state_snapshot_blocks"):
+        for name in ("tensor_parallel_size", "max_num_seqs", "state_snapshot_blocks"):
             _at_least(name, getattr(self, name), 1)
-        for name, low in (("max_model_len", 2), ("num_kv_blocks", 2), ("kv_cache_memory_bytes", 1)):
+        lowest = {"max_model_len": 2, "max_num_batched_tokens": 1, "num_kv_blocks": 2, "kv_cache_memory_bytes": 1}
+        for name, low in lowest.items():
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), low)
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
@@ -151,7 +154,7 @@ class EngineConfig:
             given = sizes if isinstance(sizes, str) else list(sizes)
             works = "1,2,4,8 as a flag or [1, 2, 4, 8]"
             raise ConfigError(f"{name} must be one or more numbers from 1, such as {works}, not {given!r}", name)
-        most = min(self.max_num_seqs, self.max_num_batched_tokens)
+        most = min(self.max_num_seqs, self.token_budget)
         if max(sizes) > most:
             raise ConfigError(
                 f"{name} goes up to {max(sizes)}, but max_num_seqs and max_num_batched_tokens let no step have more "
@@ -168,6 +171,11 @@ class EngineConfig:
             raise ConfigError(f"{name}={size} is for quantization=int4; give both, or leave it out", name)
         _at_least(name, size, LEAST_GROUP)
         _power_of_two(name, size)
+
+    @property
+    def token_budget(self) -> int:
+        """`max_num_batched_tokens`. Unless it is given, less on a CPU: there a step takes as long as it has tokens."""
+        return self.max_num_batched_tokens or (CPU_TOKENS if self.device == "cpu" else GPU_TOKENS)
 
     @property
     def weight_form(self) -> str | None:

@@ -86,7 +86,7 @@ class EngineCore:
         self._scheduler = Scheduler(config, slots, self._admission, self._events, clock(), draws)
         self._in_flight = InFlight(vocab_size, clock)
         self._masks = MaskMaker(config.max_num_seqs, vocab_size, self._in_flight.tokens)
-        inputs = InputBuilder(tables, params, self._masks, config.block_size, config.max_num_batched_tokens)
+        inputs = InputBuilder(tables, params, self._masks, config.block_size, config.token_budget)
         self._launcher = Launcher(self._scheduler, inputs, executor, clock)
         self._executor = executor
         self.clock = clock

@@ -138,7 +138,7 @@ def _model(config: ClusterConfig, replicas: DeploymentHandle[Any]) -> BatchModel
     asleep = config.scales_to_zero
     name = f"batches-{uuid4().hex}"
     ReplicaDirectory(name, replicas, dispatcher, vocabulary, on_demand=scaled, rouse=lambda: not asleep)
-    room = full_bounds(dispatcher, config.max_num_seqs, config.max_num_batched_tokens)
+    room = full_bounds(dispatcher, config.max_num_seqs, config.engine.token_budget)
     return BatchModel(
         model=served_model(config),
         source=dispatcher,

@@ -175,7 +175,7 @@ def _facts(replica_id: str, config: ClusterConfig, group: StartedGroup) -> Repli
         fingerprint=replica_fingerprint(
             model_fingerprint(config.model, info.config.dtype, info.config.weight_form), info.arithmetic
         ),
-        token_budget=info.config.max_num_batched_tokens,
+        token_budget=info.config.token_budget,
     )
 
 

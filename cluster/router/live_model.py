@@ -143,7 +143,7 @@ def admission_queue(
     """
     sizes = InflightConfig(
         config.max_num_seqs,
-        config.max_num_batched_tokens,
+        config.engine.token_budget,
         config.max_inflight,
         config.max_inflight_tokens,
     )

@@ -192,7 +192,7 @@ def _contexts(asked: Asked) -> Iterator[str]:
 
 def _steps(asked: Asked) -> Iterator[str]:
     """A smaller step, whose activations leave more."""
-    tokens = asked.config.max_num_batched_tokens // 2
+    tokens = asked.config.token_budget // 2
     while tokens >= LEAST_TOKENS:
         if asked.works(max_num_batched_tokens=tokens):
             yield f"{flag('max_num_batched_tokens')} {tokens}"

@@ -55,7 +55,7 @@ class Roofline:
 
     def prefill(self, tokens: int, cached: int = 0) -> list[StepTime]:
         """Return the steps of a prompt of `tokens`, the first `cached` of which are in the cache."""
-        chunk = self._fit.config.max_num_batched_tokens
+        chunk = self._fit.config.token_budget
         return [self._chunk(first, min(chunk, tokens - first)) for first in range(cached, tokens, chunk)]
 
     def prefill_seconds(self, tokens: int) -> float:

@@ -162,7 +162,7 @@ def _memory(fit: GpuFit) -> list[str]:
                 (f"{fit.gpu.name}, as CUDA reports it", gib(fit.gpu.total_bytes), ""),
                 (f"--gpu-memory-utilization {config.gpu_memory_utilization:g}", gib(fit.allowed_bytes), ""),
                 ("weights", gib(found.weight_bytes), ""),
-                (f"a step of {config.max_num_batched_tokens:,} tokens", gib(found.step_bytes), ""),
+                (f"a step of {config.token_budget:,} tokens", gib(found.step_bytes), ""),
                 *([("CUDA graphs", gib(found.graph_bytes), "estimate")] if found.graph_bytes else []),
                 ("CUDA" if config.tensor_parallel_size == 1 else "CUDA and NCCL", gib(fit.other_bytes), "estimate"),
                 ("KV cache", gib(fit.kv_bytes), f"{fit.kv_tokens:,} tokens of {token:,.1f} KiB"),

@@ -9,6 +9,7 @@ OPEN_DEFAULTS = {
     "quantization": "as in the checkpoint",
     "quantization_group_size": "128",
     "max_model_len": "the model's own limit",
+    "max_num_batched_tokens": "8192, on a CPU 2048",
     "num_kv_blocks": "from free memory",
     "num_state_snapshots": "from memory, at most --max-num-seqs",
     "cudagraph_capture_sizes": "1,2,4,8,16,24,... up to --max-num-seqs and 512",

@@ -73,7 +73,7 @@ class RankTable:
     def of(cls, config: EngineConfig) -> RankTable:
         """Return one with room for any step. config: resolved, the same on all ranks."""
         # The warm-up step may have more sequences than any other.
-        rows = max(config.max_num_seqs, -(-config.max_num_batched_tokens // config.context_len))
+        rows = max(config.max_num_seqs, -(-config.token_budget // config.context_len))
         return cls(rows, aligned(config.max_blocks_per_seq))
 
     def changes_of(self, inputs: StepInputs) -> Ints:

@@ -57,7 +57,7 @@ class PrefillAdder:
         self._guard = guard
         self._events = events
         self._limit = limit
-        self._budget = config.max_num_batched_tokens
+        self._budget = config.token_budget
         self._chunk = config.long_prefill_token_threshold or self._budget
         self._blocked: _Blocked | None = None
         self._stalled: tuple[str, Lack] | None = None  # the last that was reported

@@ -62,7 +62,7 @@ class Scheduler:
         self._slots = slots
         self._tables = slots.tables
         self._pool = slots.pool
-        self._budget = config.max_num_batched_tokens
+        self._budget = config.token_budget
         self._chunk = config.long_prefill_token_threshold or self._budget
         self._most_draws = most_draws
         self._any_starved = False  # in the last step

@@ -214,7 +214,7 @@ def _kind(layer: nn.Module) -> str:
 
 def step_bytes(config: EngineConfig, model: CausalLM) -> int:
     """Return the most bytes of activations and logits at one time in the warm-up step of a GPU. config: resolved."""
-    step = dummy_step(config.max_num_batched_tokens, config.max_num_seqs, config.context_len, config.block_size)
+    step = dummy_step(config.token_budget, config.max_num_seqs, config.context_len, config.block_size)
     rows = len(step.logits_indices)
     drawn = rows * model.vocab_size * (4 + SAMPLER_BYTES)
     piece = min(logit_rows(config, model.vocab_size), step.num_tokens)

@@ -47,7 +47,7 @@ def graph_sizes(config: EngineConfig) -> GraphSizes:
     given = config.cudagraph_capture_sizes
     if given is not None:
         return GraphSizes(given, given)
-    limit = min(config.max_num_seqs, config.max_num_batched_tokens)
+    limit = min(config.max_num_seqs, config.token_budget)
     most = min(limit, MOST_ROWS)
     steps = (1, 2, 4, *range(FINE, COARSE_FROM, FINE), *range(COARSE_FROM, MOST_ROWS + 1, COARSE))
     sizes = (*(size for size in steps if size < most), most)
@@ -58,7 +58,7 @@ def mixed_sizes(config: EngineConfig) -> GraphSizes:
     """Return the numbers of tokens that steps with prompts are padded to; none beside sizes that are given."""
     if config.enforce_eager or config.cudagraph_capture_sizes is not None:
         return NO_SIZES
-    sizes = tuple(size for size in MIXED if size <= config.max_num_batched_tokens)
+    sizes = tuple(size for size in MIXED if size <= config.token_budget)
     return GraphSizes(sizes, sizes)
 
 

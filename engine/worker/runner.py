@@ -100,7 +100,7 @@ class ModelRunner:
             self._cache = self._allocate(self.config.num_kv_blocks or 0)
             self._forward.use_cache(self._cache)
         with self._phase("warm-up"):
-            self._warm_up(min(WARM_UP_TOKENS, self.config.max_num_batched_tokens), 1)
+            self._warm_up(min(WARM_UP_TOKENS, self.config.token_budget), 1)
         if self._forward.pools:
             with self._phase("graphs"):
                 self._capture(self._forward.pools)
@@ -255,7 +255,7 @@ class ModelRunner:
         device = self.group.device
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        self._warm_up(config.max_num_batched_tokens, config.max_num_seqs)
+        self._warm_up(config.token_budget, config.max_num_seqs)
         torch.cuda.synchronize(device)
         stats = torch.cuda.memory_stats(device)
         graphs = self._forward.estimate_graphs()
@@ -280,7 +280,7 @@ class ModelRunner:
 
     def _buffers(self) -> StepBuffers | None:
         """Return where the device gets its inputs; a CPU reads them where they are."""
-        device, tokens = self.group.device, self.config.max_num_batched_tokens
+        device, tokens = self.group.device, self.config.token_budget
         if device.type != "cuda":
             return None
         return StepBuffers(tokens, self.block_table, device, CudaCopies(), self._largest_mixed())

@@ -65,7 +65,7 @@ def _facts(config: ClusterConfig, info: ModelInfo) -> ReplicaFacts:
         info.config.block_size,
         info.num_kv_blocks - 1,
         info.eos_token_ids,
-        token_budget=info.config.max_num_batched_tokens,
+        token_budget=info.config.token_budget,
     )
 
 

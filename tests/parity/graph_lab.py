@@ -112,7 +112,7 @@ def use_graphs(runner: ModelRunner, sizes: GraphSizes, device=None, attention=No
     runner._attention = attention = attention or GraphAttention(runner._attention.spec)
     most = min(config.max_num_seqs, mixed.largest)
     largest = MixedShape(mixed.largest, most, attention.mixed_plan_size(mixed.largest, most)) if most else NOT_MIXED
-    buffers = StepBuffers(config.max_num_batched_tokens, runner.block_table, CPU, WatchedCopies(), largest)
+    buffers = StepBuffers(config.token_budget, runner.block_table, CPU, WatchedCopies(), largest)
     runner._forward = Forward(runner.model, attention, runner._cache, runner._carry, buffers)
     runner._forward.use_graphs(device, sizes, config.context_len, mixed, config.max_num_seqs)
     return device

@@ -111,7 +111,7 @@ async def drive(work: BatchWork, replicas: Replicas, on_progress: Callable[[Batc
 
 def _run(work: BatchWork, dispatcher: Dispatcher) -> BatchLoop:
     ledger, config = work.ledger, work.config
-    room = full_bounds(dispatcher, config.max_num_seqs, config.max_num_batched_tokens)
+    room = full_bounds(dispatcher, config.max_num_seqs, config.engine.token_budget)
     backlog = Backlog(room if work.share is None else BackgroundBounds(room, dispatcher, work.share)).of("")
     ticker = Ticker([ledger.flush, backlog.adjust])
     tokens = RowSource(dispatcher, ledger, ticker, backlog.make_room)
