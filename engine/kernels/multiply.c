@@ -200,7 +200,7 @@ INLINE void multiply_panel4(const int tiled, const int offset, Band band, const 
 #if BY_GROUP
 /* As multiply_panel, for a panel in four bits whose groups are scaled whole; coded: whether words are read for each pass of rows. */
 INLINE void multiply_coded(const int coded, Band band, const Fours *panel, const elem *bias, long outs, long wide) {
-    float sums[BAND * WIDE];
+    float sums[(BAND + TILE_ROWS) * WIDE];
     elem wider[coded ? 1 : PIECE * STEP];
     const long length = coded ? panel->steps : PIECE;
     int size;

@@ -39,7 +39,8 @@ static void finish(const float *sums, const float *scales, const elem *bias, ele
 #include "panel_fours.h"
 #include "panel_eights.h"
 
-/* Rows of a band: bands of about one size, so that threads get equal shares; whole passes in all but the last. */
+/* Rows of a band: bands of about one size, so that threads get equal shares; whole passes in all but the last. A band may
+ * have a pass more than BAND, less a row. */
 INLINE long band_of(long rows, long pass) {
     const long least = (rows + BAND - 1) / BAND, even = least ? (rows + least - 1) / least : 1;
     return (even + pass - 1) / pass * pass;
