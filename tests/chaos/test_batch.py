@@ -6,10 +6,12 @@ from collections import Counter
 
 import pytest
 
+from deploy.demo import demo_model_path
 from tests.bench.batch_kills import Besieger, drawn_kinds
 from tests.chaos.batch import FULL, RANK, REPLICA, TORN, BatchProcess, rows, until, write_rows
 from tests.e2e.harness import gone
 from tests.long import long
+from tests.parity.stored_formats import FORMATS, store
 
 # A disk that is full at the start costs no driver beside it, and a torn write is that of a driver that is killed.
 FEW_STARTS = (FULL, REPLICA, RANK, TORN)
@@ -56,3 +58,36 @@ def test_a_second_driver_is_refused_and_ctrl_c_keeps_what_was_done_and_leaves_no
     assert refused.wait() == 1
     assert "go on with --resume, or delete it to begin anew" in refused.text
     assert not output.exists()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["made", *(long(kind) for kind in FORMATS)])
+def test_a_batch_of_quantised_weights_goes_on_where_its_driver_died(tmp_path, kind):
+    model, flags = "demo", ["--quantization", "int4", "--quantization-group-size", "32", "--quantize-lm-head"]
+    if kind != "made":
+        store(demo_model_path(), tmp_path, *FORMATS[kind])
+        model, flags = str(tmp_path / "stored"), ["--served-model-name", "demo"]
+    good = [row for row in rows(150, 60) if row["body"]["max_tokens"] > 0]
+    source = write_rows(tmp_path / "rows.jsonl", good)
+
+    def begun(output, *more):
+        settings = ["--model", model, "--dtype", "float32", "--cpus-per-worker", "0.5", *more]
+        return BatchProcess(str(source), str(output), *settings, home=tmp_path)
+
+    quiet, killed = tmp_path / "quiet.jsonl", tmp_path / "killed.jsonl"
+    assert begun(quiet, *flags).wait() == 0
+    first = begun(killed, *flags)
+    try:
+        logs = (tmp_path / "killed.jsonl.ledger").glob
+        assert until(lambda: any(path.stat().st_size for path in logs("rows-*.log")), 240), first.text
+        assert first.running
+    finally:
+        first.kill()
+    assert not killed.exists()
+    if kind == "made":
+        other = begun(killed, "--resume")
+        assert other.wait() == 1
+        assert "quantization" in other.text or "weights" in other.text, other.text
+    again = begun(killed, *flags, "--resume")
+    assert again.wait() == 0, again.text
+    assert killed.read_bytes() == quiet.read_bytes()
