@@ -174,7 +174,7 @@ class EngineConfig:
 
     @property
     def token_budget(self) -> int:
-        """`max_num_batched_tokens`; unless it is given, less on a CPU: a step takes as long as it has tokens there."""
+        """`max_num_batched_tokens`, or what is usual: less on a CPU, where a step takes as long as it has tokens."""
         return self.max_num_batched_tokens or (CPU_TOKENS if self.device == "cpu" else GPU_TOKENS)
 
     @property
