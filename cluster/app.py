@@ -28,6 +28,7 @@ from cluster.lifecycle.updates import fits, surge_percent
 from cluster.model_names import resolve_model
 from cluster.resources import BATCHES_CPUS, GATEWAY_CPUS, ROUTER_CPUS, AppResources, app_resources, deployment_names
 from cluster.telemetry.logs import JSON
+from engine.config import CPU_TOKENS, GPU_TOKENS
 from engine.loader.fingerprint import model_fingerprint
 
 ROUTER = "Router"
@@ -66,7 +67,10 @@ def build_version(args: Mapping[str, Any], versions: Mapping[str, str]) -> Appli
     app = parse_app(args).behind(SERVE)
     names = deployment_names(app)
     # The name travels, not the folder: each node finds its own copy.
-    settings = [asdict(replace(config, served_model_name=config.names)) for config in app.models]
+    settings = [
+        asdict(replace(config, served_model_name=config.names, max_num_batched_tokens=_step_tokens(config)))
+        for config in app.models
+    ]
     for config in app.models:
         _refuse_damaged(resolve_model(config.model))
     versions = {name: uuid4().hex[:8] for name in (*names, ROUTER, GATEWAYS, BATCHES)} | dict(versions)
@@ -101,6 +105,11 @@ def uses_gpu(config: ClusterConfig) -> bool:
     if config.device is not None:
         return config.device.startswith("cuda")
     return ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
+
+
+def _step_tokens(config: ClusterConfig) -> int:
+    """Return the tokens of a step, decided here so that routers count on what replicas do."""
+    return config.max_num_batched_tokens or (GPU_TOKENS if uses_gpu(config) else CPU_TOKENS)
 
 
 def _refuse_damaged(model: str) -> None:

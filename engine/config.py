@@ -173,9 +173,14 @@ class EngineConfig:
         _power_of_two(name, size)
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether `device` is a CPU; without a device it is not known yet."""
+        return (self.device or "").startswith("cpu")
+
+    @property
     def token_budget(self) -> int:
         """`max_num_batched_tokens`, or what is usual: less on a CPU, where a step takes as long as it has tokens."""
-        return self.max_num_batched_tokens or (CPU_TOKENS if self.device == "cpu" else GPU_TOKENS)
+        return self.max_num_batched_tokens or (CPU_TOKENS if self.on_cpu else GPU_TOKENS)
 
     @property
     def weight_form(self) -> str | None:

@@ -54,7 +54,7 @@ def resolve_for(config: EngineConfig, model: ModelConfig, device: str) -> Engine
     shrink = config.max_model_len is None
     quantization = quantization_of(config, model.quantization)
     check_device(quantization, device)
-    if config.quantize_lm_head and device != "cpu":
+    if config.quantize_lm_head and not device.startswith("cpu"):
         raise ConfigError(
             f"quantize_lm_head is for device=cpu; on device={device} leave it out, its head stays plain",
             "quantize_lm_head",

@@ -15,7 +15,7 @@ from cluster.routing_policies import RoutingQuery, policy_named
 from cluster.wire.link import ENGINE_DEAD, LOST, STALLED
 
 NOTHING = Overlap()
-MIGRATED_TOKENS = 8192  # those of a step, most often: so many that move are let in whatever else waits
+MIGRATED_TOKENS = 8192  # those of a step of a GPU: so many that move are let in whatever else waits
 POOL_AGE = 0.05  # seconds for which the replicas that take requests are not looked for anew
 GATHER_TIME = 2.0  # seconds
 SILENT_WAIT = 15.0  # seconds for which one that fell silent counts as there, though it has no link

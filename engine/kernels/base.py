@@ -18,7 +18,7 @@ from parallel.linear import LinearMethod, ParallelLinear
 E4M3 = torch.float8_e4m3fn
 LARGEST_E4M3 = 448.0
 LEAST_SCALE = 1e-12  # of a row of zeros, whose quotient must not be 0 / 0
-# Rows up to which a product with int8 on a GPU is bound by reading the weight. Beyond, dequantising once costs less.
+# Rows up to which reading a quantised weight is what a product on a GPU costs. Beyond, making it plain costs less.
 FEW_ROWS = 64
 
 
@@ -69,9 +69,10 @@ class Kernels(ABC):
         return None
 
     def fp8_linear(self, weight: Tensor, scale: Tensor) -> LinearMethod | None:
-        """Return the same for `weight` [out, in] in e4m3 with `scale` [out, groups] fp32, of in / groups inputs each.
+        """Return the same for `weight` [out, in] in e4m3 with `scale` [out / rows, in / columns] fp32, one a block.
 
-        What is returned keeps neither. A row's bits must not depend on how many rows there are.
+        On a CPU what is returned keeps neither, and a row's bits must not depend on how many rows there are. On a GPU
+        it is for at most `FEW_ROWS` rows.
         """
         return None
 
@@ -79,8 +80,9 @@ class Kernels(ABC):
         """Return the same for a weight of four bits, w = (code - zero) * scale.
 
         codes: [out, in / 2] uint8, that of an even input in the low half, of the next one in the high half. scale:
-        [out, groups] fp32, of in / groups adjacent inputs. zero: [out, groups] uint8, 0 to 16. What is returned keeps
-        none of the three. A row's bits must not depend on how many rows there are.
+        [out, groups] fp32, of in / groups adjacent inputs. zero: [out, groups] uint8, 0 to 16. On a CPU what is
+        returned keeps none of the three, and a row's bits must not depend on how many rows there are. On a GPU it is
+        for at most `FEW_ROWS` rows.
         """
         return None
 

@@ -3,7 +3,8 @@
  *
  * Packed: panels of WIDE outputs, [ceil(outs / WIDE)][ceil(ins / DEPTH)][WIDE][DEPTH], zeros in the padding, where
  * DEPTH is how many products one instruction sums; int8 as [..][..][WIDE / LANES][DEPTH][LANES]. Each result is one sum
- * over the inputs in their order, or in that of the matrix unit, whatever the number of rows or threads.
+ * over the inputs in their order, or in that of the matrix unit, or of the sums of groups (BY_GROUP in panel_fours.h),
+ * whatever the number of rows or threads.
  *
  * int8 is a quarter of float32's bytes, which is what a single row costs. Whole numbers up to 128 are exact in float32
  * and bfloat16, so that the sums are those of the plain product with such weights, and are scaled once. Few rows widen
@@ -34,6 +35,9 @@ typedef struct {
 
 /* Whether this process may use all that the products are compiled for. */
 int may_multiply_by_tiles(void) { return may_use_tiles(); }
+
+/* Whether a weight of as many inputs is multiplied by tiles; tiles: as of `multiply`. */
+int multiplies_by_tiles(int64_t ins, int tiles) { return by_tiles(ins, tiles); }
 
 /* Inputs that are packed side by side: a weight has a multiple of it. */
 int64_t packing_depth(void) { return DEPTH; }

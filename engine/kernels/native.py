@@ -63,6 +63,7 @@ def native_library(
         )
         library.room_of.argtypes = library.part_of.argtypes = (c_int64,)
         library.best_rows.argtypes = library.may_attend.argtypes = ()
+        library.multiplies_by_tiles.argtypes = (c_int64, c_int)
         library.packing_depth.argtypes = library.may_multiply_by_tiles.argtypes = ()
         library.pack.argtypes = (c_void_p,) * 2 + (c_int64,) * 2
         library.multiply.argtypes = (c_void_p, c_int64, *(c_void_p,) * 3, *(c_int64,) * 4, c_int)

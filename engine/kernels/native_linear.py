@@ -14,6 +14,7 @@ from parallel.linear import LinearMethod
 WIDE = 64  # outputs of one panel of packed weights, as in multiply.c
 MIDDLE = 8  # of codes of four bits
 NAN, E4M3_UNIT = 0x7F, 256  # of e4m3: the bits of what is no number, and as in panel_eights.h
+LEAST_GROUP = 32  # inputs that share a scale of fp8: of fewer, scales would take as much as the weight
 
 
 class _PanelLinear(LinearMethod):
@@ -40,6 +41,8 @@ class _PanelLinear(LinearMethod):
         self._dtype = dtype
         self._multiply = multiply
         self._tiles = library.may_multiply_by_tiles()
+        tiled = library.multiplies_by_tiles(self._ins, self._tiles)
+        self._way = "by tiles" if tiled else f"{library.packing_depth()} inputs at a time"
         self._ending = *sizes, threads, self._tiles
 
     @override
@@ -53,7 +56,7 @@ class _PanelLinear(LinearMethod):
 
     @override
     def describe(self) -> str:
-        return f"{type(self).__name__} {self._outs}x{self._ins}{' by tiles' if self._tiles else ''}"
+        return f"{type(self).__name__} {self._outs}x{self._ins} {self._way}"
 
     def _padded(self) -> int:
         """Outputs of all panels."""
@@ -101,8 +104,8 @@ class NativeInt4Linear(_PanelLinear):
     """Weights of four bits, (code - zero) * scale by groups of inputs; see `Kernels.int4_linear` for what they are.
 
     dtype: of the activations. The results are those of `NativeLinear` with the weights that these stand for, rounded
-    to the dtype, bit for bit. Without a matrix unit they are not rounded to bfloat16; where that CPU has dot products
-    of bfloat16, the sum of each group is scaled, as a whole.
+    to the dtype, bit for bit. Without tiles they are not rounded to bfloat16; where dot products of bfloat16 take two
+    inputs at a time, the sum of each group is scaled, as a whole.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class NativeInt4Linear(_PanelLinear):
         library.pack4(plain.data_ptr(), self._packed.data_ptr(), self._outs, self._ins, self._tiles)
         lanes = library.lanes_of_scale(self._ins, self._tiles)
         self._scales = _in_lanes(scale, self._padded(), lanes)
+        self._whole = lanes < library.packing_depth()
         # Codes are counted from 8: where all zeros are 8, there is nothing to subtract.
         plain_zeros = bool((zero == MIDDLE).all())
         self._zeros = None if plain_zeros else _in_lanes(zero.float() - MIDDLE, self._padded(), lanes)
@@ -129,11 +133,11 @@ class NativeInt4Linear(_PanelLinear):
 
     @override
     def describe(self) -> str:
-        return f"{super().describe()} in groups of {self._group}"
+        return f"{super().describe()} in groups of {self._group}{', scaled whole' if self._whole else ''}"
 
 
 class NativeFp8Linear(_PanelLinear):
-    """Weights in fp8 (e4m3), times a scale by groups of inputs; see `Kernels.fp8_linear` for what they are.
+    """Weights in fp8 (e4m3), times a scale by blocks; see `Kernels.fp8_linear` for what they are.
 
     dtype: of the activations. The results are those of `NativeLinear` with the weights that these stand for, rounded
     to the dtype, bit for bit.
@@ -145,13 +149,14 @@ class NativeFp8Linear(_PanelLinear):
         self._packed = torch.empty(self._padded() * self._ins, dtype=torch.uint8)
         plain = weight.contiguous()
         library.pack_e4m3(plain.data_ptr(), self._packed.data_ptr(), self._outs, self._ins)
-        self._scales = _in_lanes(scale.float() * E4M3_UNIT, self._padded(), library.packing_depth())
+        of_outputs = scale.float().repeat_interleave(self._outs // len(scale), 0)
+        self._scales = _in_lanes(of_outputs * E4M3_UNIT, self._padded(), library.packing_depth())
         self._addresses = self._packed.data_ptr(), self._scales.data_ptr()
 
     @staticmethod
     def supports(library: ctypes.CDLL, weight: Tensor, scale: Tensor) -> bool:
-        """Whether `library` can pack such a weight: groups have whole steps, and no weight is NaN."""
-        fits = weight.shape[1] // scale.shape[1] % library.packing_depth() == 0
+        """Whether `library` can pack it: groups are not so small that scales outgrow the weight, which has no NaN."""
+        fits = weight.shape[1] // scale.shape[1] % LEAST_GROUP == 0
         return fits and not bool((weight.view(torch.uint8) & NAN == NAN).any())
 
     @override

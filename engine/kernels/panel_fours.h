@@ -1,8 +1,8 @@
 /* Panels of weights in four bits, each (code - zero) * scale, where a group of inputs shares scale and zero.
  *
- * They multiply as the weights do that they stand for, in the dtype of x, to the same bits; where bfloat16 is widened to
- * fp32 (panel_rows.h) they are not rounded to bfloat16 first. Where the CPU has dot products of bfloat16, and no matrix
- * unit, whole groups are scaled instead (BY_GROUP, below). Included by panels.h.
+ * Where the CPU has dot products of bfloat16 and rows are not taken by tiles, whole groups are scaled (BY_GROUP, below).
+ * Elsewhere they multiply as the weights do that they stand for, in the dtype of x, to the same bits; where bfloat16 is
+ * widened to fp32 (panel_rows.h) they are not rounded to bfloat16 first. Included by panels.h.
  *
  * Packed: for WORD steps of a panel, [WIDE * DEPTH / LANES] vectors of words of 32 bits, a code of each step in each word,
  * that of the first in the lowest bits. Lanes are outputs; where a step is two inputs, [outputs][2], as a step of the
@@ -17,7 +17,7 @@
 
 typedef struct {
     const char *words;    /* of a panel */
-    const float *scales;  /* of a panel, [groups][STEP] */
+    const float *scales;  /* of a panel, [groups][STEP]; where groups are scaled whole [groups][WIDE] */
     const float *zeros;   /* likewise, less the 8 that codes are counted from; 0 = all 0 */
     long steps, per_group; /* of the panel, of a group */
 } Fours;
@@ -109,7 +109,8 @@ INLINE void widen4(const int offset, const Fours *panel, long start, long steps,
 #if BY_GROUP
 /* Whole groups: rows multiply with code - 8, which bfloat16 holds exactly, and the sum of a group is scaled. So no weight
  * is rounded, and one costs a shift and a look-up. With X for the sum of the group's inputs,
- * sum((code - zero) * x) * scale = (sum((code - 8) * x) - (zero - 8) * X) * scale.
+ * sum((code - zero) * x) * scale = (sum((code - 8) * x) - (zero - 8) * X) * scale. Where all codes are their zero, what
+ * is left are the roundings of two sums, not 0.
  *
  * Packed: for HALF_WORD steps of a panel, [VECS] vectors of words of 16 bits, [outputs][2], a code of each step in each
  * word. Scales and zeros [groups][WIDE]. The sum of a group ends at each multiple of PIECE steps, too, so that a
@@ -178,8 +179,11 @@ INLINE void multiply_group(const int rows, const int coded, const elem *x, long 
         const vec inputs = splat(zeros ? sum_of_inputs(x + r * stride, steps) : 0);
         for (int v = 0; v < VECS; v++) {
             float *to = sums + r * WIDE + v * LANES;
-            const vec whole = zeros ? part[r][v] - inputs * get_float(zeros + v * LANES) : part[r][v];
-            put_float(to, (fresh ? splat(0) : get_float(to)) + whole * get_float(scales + v * LANES));
+            const __m512 before = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(to);
+            __m512 whole = (__m512)part[r][v];
+            /* Told, not left to the compiler: a row's bits must not depend on the rows that it is taken with. */
+            if (zeros) whole = _mm512_fnmadd_ps((__m512)inputs, _mm512_loadu_ps(zeros + v * LANES), whole);
+            _mm512_storeu_ps(to, _mm512_fmadd_ps(whole, _mm512_loadu_ps(scales + v * LANES), before));
         }
     }
 }

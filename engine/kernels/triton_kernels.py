@@ -20,6 +20,7 @@ from typing_extensions import override
 from engine.kernels import triton_recurrent
 from engine.kernels.base import GroupedProduct, TorchKernels
 from engine.kernels.recurrent import StateRows
+from engine.kernels.triton_coded import TritonFp8Linear, TritonInt4Linear
 from engine.kernels.triton_experts import TritonGroupedProduct
 from engine.kernels.triton_launch import ceil_div, kept, next_power_of_2
 from engine.kernels.triton_linear import TritonInt8Linear, quantise_rows_in_one_pass
@@ -34,7 +35,7 @@ HEADS = 8  # normed and rotated by one program
 class TritonKernels(TorchKernels):
     """Norms, rotation, gating and recurrent states in one launch each.
 
-    LayerNorm and products are torch's, but for those of experts and those with few rows in int8.
+    LayerNorm and products are torch's, but for those of experts and those of few rows with quantised weights.
 
     Torch's operations serve what these are not made for: other dtypes, rows with gaps, rows beyond `WIDEST`.
     """
@@ -42,6 +43,14 @@ class TritonKernels(TorchKernels):
     @override
     def int8_linear(self, weight: Tensor, scale: Tensor) -> LinearMethod | None:
         return TritonInt8Linear(weight, scale)
+
+    @override
+    def int4_linear(self, codes: Tensor, scale: Tensor, zero: Tensor) -> LinearMethod | None:
+        return TritonInt4Linear(codes, scale, zero) if TritonInt4Linear.supports(codes, scale) else None
+
+    @override
+    def fp8_linear(self, weight: Tensor, scale: Tensor) -> LinearMethod | None:
+        return TritonFp8Linear(weight, scale) if TritonFp8Linear.supports(weight) else None
 
     @override
     def grouped_product(self, layers: Sequence[ParallelLinear]) -> GroupedProduct | None:

@@ -12,7 +12,7 @@ from engine.kernels.base import E4M3, LARGEST_E4M3, Kernels
 from engine.quantization.layout import checked, read_as
 from engine.quantization.method import ChannelLinear, Pack, QuantizedLinear, divided, shared_by
 from engine.quantization.spec import QuantizationSpec
-from engine.quantization.widened import WidenedProduct
+from engine.quantization.widened import FewRowsLinear, WidenedProduct
 from parallel.linear import ParallelLinear
 from parallel.parameter import Recipe, ShardedParameter
 
@@ -45,8 +45,8 @@ class Fp8WeightLinear(ChannelLinear):
 
     @override
     def use_kernels(self, layer: ParallelLinear, kernels: Kernels, pack: Pack) -> None:
-        if not _multiplies_as_it_is(layer, kernels, layer.weight_scale[:, None]):
-            self._product = WidenedProduct(layer.weight.shape[0], layer.weight.shape[1], pack)
+        self._product = WidenedProduct(layer.weight.shape[0], layer.weight.shape[1], pack)
+        _read_as_it_is(layer, kernels, layer.weight_scale[:, None], self)
 
     @override
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -113,8 +113,8 @@ class Fp8BlockLinear(QuantizedLinear):
 
     @override
     def use_kernels(self, layer: ParallelLinear, kernels: Kernels, pack: Pack) -> None:
-        if not _multiplies_as_it_is(layer, kernels, layer.weight_scale.repeat_interleave(self._shares[0], 0)):
-            self._product = WidenedProduct(layer.weight.shape[0], layer.weight.shape[1], pack)
+        self._product = WidenedProduct(layer.weight.shape[0], layer.weight.shape[1], pack)
+        _read_as_it_is(layer, kernels, layer.weight_scale, self)
 
     @override
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -133,15 +133,16 @@ class Fp8BlockLinear(QuantizedLinear):
         return "Fp8BlockLinear {}x{} by {}x{}".format(*self._weight.shape, *self._shares)
 
 
-def _multiplies_as_it_is(layer: ParallelLinear, kernels: Kernels, scale: Tensor) -> bool:
-    """Let `kernels` multiply by a layer's weight in fp8, if they can. scale: [out, groups], of groups of inputs."""
+def _read_as_it_is(layer: ParallelLinear, kernels: Kernels, scale: Tensor, method: QuantizedLinear) -> None:
+    """Let `kernels` multiply by a weight in fp8, if they can. scale: one for each block. method: the layer's."""
     faster = kernels.fp8_linear(layer.weight, scale)
     if faster is None:
-        return False
-    layer.method = faster
+        return
     if layer.weight.device.type == "cpu":
+        layer.method = faster
         layer.release_weight(layer.weight_scale)
-    return True
+    else:
+        layer.method = FewRowsLinear(faster, method)
 
 
 def block_scales(spec: QuantizationSpec, outs: int, ins: int, shares: tuple[int, int]) -> Recipe:

@@ -17,7 +17,7 @@ from engine.quantization.layout import MIDDLE, Layout, dequantised
 from engine.quantization.method import Pack, QuantizedLinear, divided, shared_by
 from engine.quantization.pack_quantized import PackQuantized
 from engine.quantization.spec import FIELD, QuantizationSpec
-from engine.quantization.widened import ReorderedLinear, WidenedProduct, widened_codes
+from engine.quantization.widened import FewRowsLinear, ReorderedLinear, WidenedProduct, widened_codes
 from parallel.linear import LinearMethod, ParallelLinear
 from parallel.parameter import Recipe, ShardedParameter
 from parallel.sharding import Piece
@@ -157,8 +157,10 @@ class Int4Linear(QuantizedLinear):
         if faster is None:
             self._product = WidenedProduct(self._outs, self._ins, pack)
             return
-        layer.method = faster if self._order is None else ReorderedLinear(faster, self._order[0].clone())
-        if layer.weight.device.type == "cpu":
+        on_cpu = layer.weight.device.type == "cpu"
+        ordered = faster if self._order is None else ReorderedLinear(faster, self._order[0].clone())
+        layer.method = ordered if on_cpu else FewRowsLinear(ordered, self)
+        if on_cpu:
             layer.release_weight(layer.weight_scale, layer.weight_zero)
 
     @override

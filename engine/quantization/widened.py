@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from engine.kernels.base import FEW_ROWS
 from engine.quantization.layout import dequantised
 from engine.quantization.method import Pack
 from parallel.linear import LinearMethod, PlainLinear
@@ -40,6 +41,25 @@ class WidenedProduct:
             part = None if bias is None else bias[first:last]
             out[:, first:last] = self._pack(plain(first, last)).apply(x, part)
         return out
+
+
+class FewRowsLinear(LinearMethod):
+    """Two ways to multiply by one weight: `few` reads it as it is stored, `many` makes it plain first."""
+
+    def __init__(self, few: LinearMethod, many: LinearMethod) -> None:
+        self._few, self._many = few, many
+
+    @override
+    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return (self._few if len(x) <= FEW_ROWS else self._many).apply(x, bias)
+
+    @override
+    def describe(self) -> str:
+        return f"{self._few.describe()} or {self._many.describe()}"
+
+    @override
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self._few.tensors()
 
 
 class MadePlain(PlainLinear):

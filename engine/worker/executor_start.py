@@ -64,7 +64,7 @@ class ModelInfo:
         if self.arithmetic.get("layers") == "TransformersModel":
             parts.insert(1, "transformers' layers")
         if self.config.weight_form is not None:
-            parts.append(f"quantization {self.config.weight_form}")
+            parts.append(f"weights {self.config.weight_form}")
         if self.config.fp8_cache:
             parts.append("KV cache fp8")
         return ", ".join(parts)

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ import psutil
 from tests.bench.machine import provenance
 from tests.bench.peers.__main__ import positive
 from tests.bench.peers.served.client import ask
-from tests.bench.serve_start import PROCESSES
+from tests.bench.serve_start import COMMAND, PROCESSES
 from tests.e2e.command import Command
 from tests.e2e.harness import free_port
 
@@ -88,75 +89,123 @@ class Setting:
     arguments: Sequence[str]
 
 
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """One stream: when its first and its last token came, and how many there were."""
+
+    began: float
+    ended: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What was seen of all processes, by process id, in a span of time. spent: CPU seconds. stacks: of py-spy."""
+
+    began: float
+    ended: float
+    names: dict[int, str]
+    spent: dict[int, float]
+    stacks: dict[int, str]
+
+
 def profiled(name: str, tree: Path, home: Path, setting: Setting) -> Profile:
-    """Start a server of the code in `tree`, ask it, and return where its time went."""
+    """Start a server of the code in `tree`, ask it, and return where its time went. Raises what a client does."""
     port = free_port()
     options = ("serve", "demo", "--port", str(port), *setting.arguments)
     command = Command(*options, home=home, folder=tree, PYTHONPATH=str(tree))
     try:
         command.wait_for("Ctrl-C stops it")
         asyncio.run(ask(port, range(setting.streams), 32))
-        with _asked(port, setting.streams) as count:
-            return _sampled(name, psutil.Process(command.process.pid), setting.seconds, count)
+        with _asked(port, setting.streams) as streams:
+            samples = _sampled(psutil.Process(command.process.pid), setting.seconds)
     finally:
         command.ctrl_c()
         command.kill()
+    tokens = tokens_within(streams, samples.began, samples.ended)
+    return profile_of(name, samples, tokens)
 
 
 @contextmanager
-def _asked(port: int, streams: int) -> Iterator[list[int]]:
-    """Keep a number of streams open in the block; yields the tokens of each stream that has ended."""
-    tokens: list[int] = []
+def _asked(port: int, count: int) -> Iterator[list[Streamed]]:
+    """Keep a number of streams open in the block; what is yielded has all of them once the block is left."""
+    streams: list[Streamed] = []
+    failures: list[Exception] = []
     over = threading.Event()
     numbers = itertools.count(1000)
 
     async def one() -> None:
         while not over.is_set():
-            answer = await ask(port, [next(numbers)])
-            tokens.extend(each.tokens for each in answer.answers)
+            began = time.perf_counter()
+            (answer,) = (await ask(port, [next(numbers)])).answers
+            streams.append(Streamed(began + answer.first_s, time.perf_counter(), answer.tokens))
 
     async def every() -> None:
-        await asyncio.gather(*[one() for _ in range(streams)])
+        await asyncio.gather(*[one() for _ in range(count)])
 
-    thread = threading.Thread(target=lambda: asyncio.run(every()))
+    def run() -> None:
+        try:
+            asyncio.run(every())
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
     thread.start()
     try:
-        yield tokens
+        yield streams
     finally:
         over.set()
         thread.join()
+    if failures:
+        raise failures[0]
 
 
-def _sampled(name: str, root: psutil.Process, seconds: int, tokens: list[int]) -> Profile:
-    """Sample all processes below `root` at once."""
+def tokens_within(streams: Sequence[Streamed], began: float, ended: float) -> float:
+    """Return how many tokens came in a span of time; those of a stream come evenly."""
+    shares = (
+        each.tokens * max(0.0, min(each.ended, ended) - max(each.began, began)) / (each.ended - each.began)
+        for each in streams
+    )
+    return sum(shares)
+
+
+def _sampled(root: psutil.Process, seconds: int) -> Samples:
+    """Sample all processes below `root` at once. Raises `RuntimeError` where py-spy cannot."""
     there = {each.pid: each for each in (root, *root.children(recursive=True))}
-    cpu = {pid: used(each) for pid, each in there.items()}
-    before = sum(tokens)
     with tempfile.TemporaryDirectory(prefix="squadron-flame-") as folder:
         files = {pid: Path(folder, str(pid)) for pid in there if _is_python(there[pid])}
-        samplers = [
-            subprocess.Popen(
+        cpu, began = {pid: used(each) for pid, each in there.items()}, time.perf_counter()
+        samplers = {
+            pid: subprocess.Popen(
                 [str(sampler_path()), "record", "--pid", str(pid), "--format", "raw", "--output", str(file),
                  "--rate", str(RATE), "--duration", str(seconds), "--nonblocking", "--threads"],
-                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
             )
             for pid, file in files.items()
-        ]  # fmt: skip
-        for sampler in samplers:
-            sampler.wait()
-        served = max(1, sum(tokens) - before)
-        processes: Tree = {}
-        for pid, process in there.items():
-            spent = used(process) - cpu[pid]
-            file = files.get(pid)
-            worth = spent / seconds > LEAST_CPU
-            label = _named(process) if worth else "others"
-            whole = processes.setdefault(label, Frame(room="process"))
-            us = 1e6 * spent / served
-            whole.us += us
-            if worth and file is not None and file.exists():
-                _grow(whole.called, file.read_text(encoding="utf-8"), us)
-    return Profile(name, served, seconds, dict(sorted(processes.items(), key=lambda one: -one[1].us)))
+        }  # fmt: skip
+        said = {pid: sampler.communicate()[1] for pid, sampler in samplers.items()}
+        ended = time.perf_counter()
+        spent = {pid: used(each) - cpu[pid] for pid, each in there.items()}
+        for pid, sampler in samplers.items():
+            if sampler.returncode and there[pid].is_running() and spent[pid] > LEAST_CPU * seconds:
+                raise RuntimeError(f"py-spy cannot sample process {pid}: {said[pid].strip()[-300:]}")
+        stacks = {pid: file.read_text(encoding="utf-8") for pid, file in files.items() if file.exists()}
+    names = {pid: COMMAND if pid == root.pid else _named(each) for pid, each in there.items()}
+    return Samples(began, ended, names, spent, stacks)
+
+
+def profile_of(name: str, samples: Samples, tokens: float) -> Profile:
+    """Return where the time of each of so many tokens went."""
+    seconds = samples.ended - samples.began
+    processes: Tree = {}
+    for pid, spent in samples.spent.items():
+        worth = spent > LEAST_CPU * seconds
+        whole = processes.setdefault(samples.names[pid] if worth else "others", Frame(room="process"))
+        us = 1e6 * spent / tokens
+        whole.us += us
+        if worth:
+            _grow(whole.called, samples.stacks.get(pid, ""), us)
+    return Profile(name, round(tokens), seconds, dict(sorted(processes.items(), key=lambda one: -one[1].us)))
 
 
 def _grow(frames: Tree, folded: str, us: float) -> None:
@@ -218,7 +267,7 @@ def _named(process: psutil.Process) -> str:
         words = " ".join(process.cmdline()[:3])
     except psutil.NoSuchProcess:
         return "others"
-    return next((name for part, name in PROCESSES.items() if part in words), "command")
+    return next((name for part, name in PROCESSES.items() if part in words), "others")
 
 
 def draw(profiles: Sequence[Profile], file: Path) -> None:

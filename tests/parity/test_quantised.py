@@ -117,6 +117,27 @@ def test_a_head_in_eight_bits_says_what_the_one_that_it_stands_for_says(models, 
     assert tied == torch.equal(runner.model.table[: len(head)], head)
 
 
+def test_a_head_in_eight_bits_gives_a_token_the_same_logits_alone_and_in_company(models):
+    asked = config(models("llama")[1], quantize_lm_head=True, dtype="bfloat16", block_size=16)
+    stepper = Stepper(ModelRunner(asked, SoloGroup()))
+    ragged = prompts(3, seed=4)
+    for sequence, prompt in zip(stepper.generate(ragged, 3), ragged, strict=True):
+        (alone,) = stepper.generate([prompt], 3)
+        assert torch.equal(torch.stack(sequence.logits), torch.stack(alone.logits))
+
+
+def test_layers_of_the_transformers_library_may_have_a_head_in_eight_bits(models):
+    model, folder = models("llama")
+    head = model.lm_head.weight
+    model.lm_head.weight = torch.nn.Parameter(in_eight_bits(METHODS["int8"])(head.detach()), requires_grad=False)
+    try:
+        runner = ModelRunner(config(folder, quantize_lm_head=True, model_impl="transformers"), SoloGroup())
+        ragged = prompts(3, seed=4)
+        check_against(model, Stepper(runner).generate(ragged, 4), ragged)
+    finally:
+        model.lm_head.weight = head
+
+
 QUANTISED = {**MADE, "head": {"quantize_lm_head": True}}
 
 

@@ -128,6 +128,14 @@ def test_a_head_in_eight_bits_is_for_cpus(plain):
 
 
 @pytest.mark.parametrize(
+    ("device", "given", "expected"),
+    [("cpu", None, 2048), ("cpu:0", None, 2048), ("cuda", None, 8192), (None, None, 8192), ("cpu", 512, 512)],
+)
+def test_a_step_has_fewer_tokens_on_a_cpu_unless_told(device, given, expected):
+    assert EngineConfig("m", device=device, max_num_batched_tokens=given).token_budget == expected
+
+
+@pytest.mark.parametrize(
     ("ranks", "size", "words"),
     [
         (1, 128, "qkv: 64 inputs are no multiple of quantization_group_size=128; use quantization_group_size=64"),

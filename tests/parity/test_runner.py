@@ -232,7 +232,7 @@ def test_solo_executor_reports_what_came_up(models):
     assert set(info.phases) == {"weights", "kv blocks", "warm-up"}
     executor.close()
     smaller = replace(info, config=replace(info.config, quantization="int8", kv_cache_dtype="fp8"))
-    assert smaller.words == f"{info.words}, quantization int8, KV cache fp8"
+    assert smaller.words == f"{info.words}, weights int8, KV cache fp8"
     executor.close()
     with pytest.raises(EngineDeadError):
         executor.execute(None, None)

@@ -61,6 +61,7 @@ def tokens(llm):
         ("qwen2", {}),
         ("qwen2", {"attention_backend": "reference"}),
         ("gpt2", {"quantization": "int8"}),
+        ("qwen2", {"quantize_lm_head": True, "dtype": "bfloat16"}),
         ("qwen3", {"quantization": "int8", "attention_backend": "reference"}),
     ],
 )

@@ -12,7 +12,11 @@ from engine.kernels.base import quantise_rows
 from engine.kernels.triton_kernels import TritonKernels
 from engine.kernels.triton_linear import TritonInt8Linear, quantise_rows_in_one_pass
 from engine.quantization.int8 import Int8Linear
+from engine.quantization.layout import dequantised
+from engine.quantization.widened import FewRowsLinear
+from parallel.linear import PlainLinear
 from tests.interpreter import exact_halves
+from tests.triton_compiler import compiled
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -85,6 +89,59 @@ def test_few_rows_with_int8_weights(dtype, rows, outs, ins):
         # Sums of products in fp32, rounded once.
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(found.double(), exact, rtol=eps, atol=1e-4 + eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("outs", "ins", "group"), [(16, 128, 32), (33, 144, 16), (5, 24, 24)])
+@pytest.mark.parametrize("rows", [0, 1, 17])
+def test_few_rows_with_weights_of_four_bits(dtype, rows, outs, ins, group):
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 256, (outs, ins // 2), generator=generator).to(DEVICE, torch.uint8)
+    scale = some(outs, ins // group, seed=2) / 16  # of either sign
+    zero = torch.randint(0, 17, scale.shape, generator=generator).to(DEVICE, torch.uint8)
+    wide, bias = some(rows, ins + 3, dtype=dtype), some(outs, dtype=dtype, seed=3)
+    x = wide[:, :ins]
+    method = TritonKernels().int4_linear(codes, scale, zero)
+    plain = dequantised(codes, scale, zero, dtype).double()
+    check(method, x, bias, plain)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("outs", "ins", "block"), [(16, 128, (16, 128)), (36, 144, (12, 16)), (5, 24, (1, 24))])
+@pytest.mark.parametrize("rows", [0, 1, 17])
+def test_few_rows_with_weights_in_fp8(dtype, rows, outs, ins, block):
+    weight = (some(outs, ins, seed=1) * 40).to(torch.float8_e4m3fn)
+    scale = some(outs // block[0], ins // block[1], seed=2) / 64
+    x, bias = some(rows, ins, dtype=dtype), some(outs, dtype=dtype, seed=3)
+    method = TritonKernels().fp8_linear(weight, scale)
+    plain = (weight.float() * scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)).to(dtype).double()
+    check(method, x, bias, plain)
+
+
+def check(method, x, bias, plain):
+    """Sums of products with the plain weight in fp32, rounded once."""
+    eps = torch.finfo(x.dtype).eps
+    for offset in (bias, None):
+        exact = x.double() @ plain.t() + (0 if offset is None else offset.double())
+        found = method.apply(x, offset)
+        assert found.dtype is x.dtype
+        torch.testing.assert_close(found.double(), exact, rtol=eps, atol=1e-4 + eps)
+
+
+def test_more_rows_make_the_weight_plain_first():
+    few, many = PlainLinear(torch.zeros(3, 5)), PlainLinear(torch.ones(3, 5))
+    method = FewRowsLinear(few, many)
+    assert [float(method.apply(torch.ones(rows, 5), None).max()) for rows in (1, 64, 65)] == [0, 0, 5]
+
+
+@pytest.mark.timeout(300)
+def test_coded_products_compile_for_gpus_and_fit_them():
+    launches = compiled("tests.engine.kernels.triton_coded_launches")
+    assert {one["case"] for one in launches} == {"int4", "int4 channel", "fp8", "fp8 blocks", "fp32"}
+    for one in launches:
+        assert one["shared"] <= 99 << 10, one
+        assert one["spilled"] <= 96, one
+        assert one["products"] > 0 or one["case"] == "fp32", one
 
 
 def test_many_rows_are_multiplied_by_torch(monkeypatch):

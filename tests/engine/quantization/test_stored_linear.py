@@ -137,7 +137,7 @@ def test_four_bits_multiply_as_the_weights_that_they_stand_for(monkeypatch, isa,
 
 @pytest.mark.parametrize("isa", [compiler.NATIVE, *compiler.isas()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("outs", "ins", "group"), [(96, 64, 64), (200, 384, 48), (70, 624, 624)])
+@pytest.mark.parametrize(("outs", "ins", "group"), [(96, 64, 64), (200, 384, 96), (70, 608, 608), (64, 64, 32)])
 def test_fp8_multiplies_as_the_weights_that_it_stands_for(monkeypatch, isa, dtype, outs, ins, group):
     """Bit for bit, with all that this CPU can be taken for; every number of e4m3 is among the weights."""
     monkeypatch.setenv(compiler.ISA_VARIABLE, isa)
@@ -216,7 +216,19 @@ def test_what_rounds_otherwise_is_described_otherwise() -> None:
     layer, _ = filled(INT4, torch.bfloat16)
     choose_products(layer, TorchKernels())
     assert len(set(found)) == 4
+    assert len(set(native_descriptions())) == 6
     assert not isinstance(layer.method, TorchInt4Linear) or layer.method.describe() not in found
+
+
+def native_descriptions() -> list[str]:
+    """Of both dtypes: they are taken one input at a time and, where this CPU has dot products, two."""
+    found = []
+    for spec in (INT4, replace(INT4, group=16), FP8):
+        for dtype in (torch.float32, torch.bfloat16):
+            layer, _ = filled(spec, dtype)
+            choose_products(layer, kernels_of("native", dtype))
+            found.append(f"{layer.method.describe()} in {dtype}")
+    return found
 
 
 def created(spec: QuantizationSpec, ins: int, ranks: int) -> RowParallelLinear:

@@ -1,0 +1,168 @@
+"""Products in Triton with weights of four bits, and in fp8, that groups of inputs scale: made plain on the way.
+
+A tile of the weight is made plain in registers, in the dtype of the activations, and multiplied by the matrix units.
+So few rows cost what reading codes costs. No GPU has run these: they are shown in the interpreter and by compiling.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from typing_extensions import override
+
+from engine.kernels.base import E4M3
+from engine.kernels.triton_launch import ceil_div, kept
+from engine.kernels.triton_linear import NARROW, TILE_INS, TILE_ROWS
+from parallel.linear import LinearMethod
+
+
+class TritonInt4Linear(LinearMethod):
+    """(code - zero) * scale by groups of inputs; see `Kernels.int4_linear`. The three stay the layer's own."""
+
+    def __init__(self, codes: Tensor, scale: Tensor, zero: Tensor) -> None:
+        self.codes, self.scale, self.zero = codes, scale, zero
+
+    @staticmethod
+    def supports(codes: Tensor, scale: Tensor) -> bool:
+        """Whether the kernel multiplies by such a weight: both inputs of a byte are of one group."""
+        return codes.is_contiguous() and codes.shape[1] % scale.shape[1] == 0
+
+    @override
+    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        x = x if x.stride(1) == 1 else x.contiguous()
+        rows, (outs, pairs) = len(x), self.codes.shape
+        out = x.new_empty(rows, outs)
+        tile = 16 if outs <= NARROW else 32
+        if rows:
+            _multiply_int4[(ceil_div(rows, TILE_ROWS), ceil_div(outs, tile))](
+                x, self.codes, self.scale, self.zero, bias, out, rows, outs, pairs, x.stride(0), self.scale.shape[1],
+                PER_GROUP=pairs // self.scale.shape[1], ROWS=TILE_ROWS, OUTS=tile, PAIRS=TILE_INS // x.itemsize,
+                BIAS=bias is not None, num_warps=4, num_stages=4,
+            )  # fmt: skip
+        return out
+
+    @override
+    def describe(self) -> str:
+        return f"TritonInt4Linear {len(self.codes)}x{2 * self.codes.shape[1]} by {self.scale.shape[1]}"
+
+
+class TritonFp8Linear(LinearMethod):
+    """e4m3 times a scale for each block of outputs and inputs; the activations are not quantised.
+
+    weight [out, in], scale [out / rows, in / columns] fp32. Both stay the layer's own.
+    """
+
+    def __init__(self, weight: Tensor, scale: Tensor) -> None:
+        self.weight, self.scale = weight, scale
+
+    @staticmethod
+    def supports(weight: Tensor) -> bool:
+        """Whether the kernel multiplies by such a weight."""
+        return weight.dtype is E4M3 and weight.is_contiguous()
+
+    @override
+    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        x = x if x.stride(1) == 1 else x.contiguous()
+        rows, (outs, ins) = len(x), self.weight.shape
+        out = x.new_empty(rows, outs)
+        tile = 16 if outs <= NARROW else 32
+        if rows:
+            _multiply_fp8[(ceil_div(rows, TILE_ROWS), ceil_div(outs, tile))](
+                x, self.weight, self.scale, bias, out, rows, outs, ins, x.stride(0), self.scale.shape[1],
+                BLOCK_OUTS=outs // self.scale.shape[0], BLOCK_INS=ins // self.scale.shape[1],
+                ROWS=TILE_ROWS, OUTS=tile, INS=TILE_INS, BIAS=bias is not None, num_warps=4, num_stages=4,
+            )  # fmt: skip
+        return out
+
+    @override
+    def describe(self) -> str:
+        return "TritonFp8Linear {}x{} by {}x{}".format(*self.weight.shape, *self.scale.shape)
+
+
+@kept
+@triton.jit(do_not_specialize=["rows"])
+def _multiply_int4(
+    x_ptr: tl.tensor,  # [rows, 2 * pairs], rows strided
+    codes_ptr: tl.tensor,  # [outs, pairs], the first of two inputs in the lower bits
+    scale_ptr: tl.tensor,  # [outs, groups]
+    zero_ptr: tl.tensor,  # [outs, groups]
+    bias_ptr: tl.tensor,  # [outs]
+    out_ptr: tl.tensor,  # [rows, outs], written
+    rows: tl.tensor,
+    outs: tl.tensor,
+    pairs: tl.tensor,
+    x_stride: tl.tensor,
+    groups: tl.tensor,
+    PER_GROUP: tl.constexpr,  # pairs
+    ROWS: tl.constexpr,
+    OUTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BIAS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    out = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
+    step = tl.arange(0, PAIRS)
+    x_row = x_ptr + row[:, None].to(tl.int64) * x_stride
+    codes_row = codes_ptr + out[None, :].to(tl.int64) * pairs
+    has_row, has_out = row[:, None] < rows, out[None, :] < outs
+    total = tl.zeros((ROWS, OUTS), dtype=tl.float32)
+    for start in range(0, pairs, PAIRS):
+        at = start + step
+        there = has_out & (at[:, None] < pairs)
+        codes = tl.load(codes_row + at[:, None], mask=there, other=0)
+        group = out[None, :] * groups + at[:, None] // PER_GROUP
+        scale = tl.load(scale_ptr + group, mask=there, other=0.0)
+        zero = tl.load(zero_ptr + group, mask=there, other=0).to(tl.float32)
+        first = ((codes & 15).to(tl.float32) - zero) * scale
+        second = ((codes >> 4).to(tl.float32) - zero) * scale
+        has_x = has_row & (at[None, :] < pairs)
+        even = tl.load(x_row + 2 * at[None, :], mask=has_x, other=0.0)
+        odd = tl.load(x_row + 2 * at[None, :] + 1, mask=has_x, other=0.0)
+        total = tl.dot(even, first.to(even.dtype), total, input_precision="ieee")
+        total = tl.dot(odd, second.to(odd.dtype), total, input_precision="ieee")
+    if BIAS:
+        total += tl.load(bias_ptr + out, mask=out < outs, other=0.0)[None, :].to(tl.float32)
+    where = out_ptr + row[:, None].to(tl.int64) * outs + out[None, :]
+    tl.store(where, total.to(out_ptr.dtype.element_ty), mask=has_row & has_out)
+
+
+@kept
+@triton.jit(do_not_specialize=["rows"])
+def _multiply_fp8(
+    x_ptr: tl.tensor,  # [rows, ins], rows strided
+    weight_ptr: tl.tensor,  # [outs, ins]
+    scale_ptr: tl.tensor,  # [outs / BLOCK_OUTS, groups]
+    bias_ptr: tl.tensor,  # [outs]
+    out_ptr: tl.tensor,  # [rows, outs], written
+    rows: tl.tensor,
+    outs: tl.tensor,
+    ins: tl.tensor,
+    x_stride: tl.tensor,
+    groups: tl.tensor,
+    BLOCK_OUTS: tl.constexpr,
+    BLOCK_INS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTS: tl.constexpr,
+    INS: tl.constexpr,
+    BIAS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    out = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
+    step = tl.arange(0, INS)
+    x_row = x_ptr + row[:, None].to(tl.int64) * x_stride
+    weight_row = weight_ptr + out[None, :].to(tl.int64) * ins
+    scale_row = scale_ptr + out[None, :] // BLOCK_OUTS * groups
+    has_row, has_out = row[:, None] < rows, out[None, :] < outs
+    total = tl.zeros((ROWS, OUTS), dtype=tl.float32)
+    for start in range(0, ins, INS):
+        at = start + step
+        there = has_out & (at[:, None] < ins)
+        weight = tl.load(weight_row + at[:, None], mask=there, other=0.0).to(tl.float32)
+        scale = tl.load(scale_row + at[:, None] // BLOCK_INS, mask=there, other=0.0)
+        x = tl.load(x_row + at[None, :], mask=has_row & (at[None, :] < ins), other=0.0)
+        total = tl.dot(x, (weight * scale).to(x.dtype), total, input_precision="ieee")
+    if BIAS:
+        total += tl.load(bias_ptr + out, mask=out < outs, other=0.0)[None, :].to(tl.float32)
+    where = out_ptr + row[:, None].to(tl.int64) * outs + out[None, :]
+    tl.store(where, total.to(out_ptr.dtype.element_ty), mask=has_row & has_out)

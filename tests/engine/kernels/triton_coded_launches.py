@@ -1,0 +1,35 @@
+"""Launches products with coded weights at real shapes, for the compiler: run by test_triton_quantised.py."""
+
+import torch
+
+from engine.kernels.triton_coded import TritonFp8Linear, TritonInt4Linear
+from tests.triton_compiler import instead_of_launching, show
+
+OUTS, INS = 4096, 12288  # of Qwen3-8B: the way back of an MLP
+
+
+def int4(group: int) -> TritonInt4Linear:
+    groups = INS // group
+    zero = torch.full((OUTS, groups), 8, dtype=torch.uint8)
+    return TritonInt4Linear(torch.zeros(OUTS, INS // 2, dtype=torch.uint8), torch.ones(OUTS, groups), zero)
+
+
+def fp8(*blocks: int) -> TritonFp8Linear:
+    return TritonFp8Linear(torch.zeros(OUTS, INS).to(torch.float8_e4m3fn), torch.ones(*blocks))
+
+
+CASES = {
+    "int4": (int4(128), torch.bfloat16),
+    "int4 channel": (int4(INS), torch.float16),
+    "fp8": (fp8(OUTS, 1), torch.bfloat16),
+    "fp8 blocks": (fp8(OUTS // 128, INS // 128), torch.bfloat16),
+    "fp32": (int4(64), torch.float32),
+}
+
+if __name__ == "__main__":
+    for case, (method, dtype) in CASES.items():
+        with instead_of_launching(90) as kernels:
+            for rows in (1, 7, 64):
+                method.apply(torch.zeros(rows, INS, dtype=dtype), torch.zeros(OUTS, dtype=dtype))
+        for name, kernel in {kernel.hash: (name, kernel) for name, kernel in kernels}.values():
+            show(case, name, kernel)
