@@ -88,6 +88,29 @@ def test_int8_products_are_those_of_the_weights_they_stand_for(shape, rows, dtyp
     assert float((found.double() - exact).norm() / exact.norm()) < 2**-8
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 17, 64])
+@pytest.mark.parametrize("kind", ["int4", pytest.param("fp8", marks=needs_fp8)])
+def test_coded_products_are_those_of_the_weights_they_stand_for(kind, rows, dtype):
+    from engine.kernels.triton_coded import TritonFp8Linear, TritonInt4Linear
+    from engine.quantization.layout import dequantised
+
+    outs, ins, group = 1536, 4096, 128
+    if kind == "int4":
+        codes = torch.randint(0, 256, (outs, ins // 2), device="cuda", dtype=torch.uint8)
+        scale = some(outs, ins // group, dtype=torch.float32, seed=1) / 16
+        zero = torch.randint(0, 17, scale.shape, device="cuda", dtype=torch.uint8)
+        method, plain = TritonInt4Linear(codes, scale, zero), dequantised(codes, scale, zero, dtype)
+    else:
+        weight = (some(outs, ins, seed=1) * 40).to(torch.float8_e4m3fn)
+        scale = some(outs // group, ins // group, dtype=torch.float32, seed=2) / 64
+        wide = scale.repeat_interleave(group, 0).repeat_interleave(group, 1)
+        method, plain = TritonFp8Linear(weight, scale), (weight.float() * wide).to(dtype)
+    x, bias = some(rows, ins, dtype=dtype), some(outs, dtype=dtype, seed=3)
+    exact = x.double() @ plain.double().t() + bias.double()
+    assert float((method.apply(x, bias).double() - exact).norm() / exact.norm()) < 2**-8
+
+
 @pytest.mark.parametrize("quantization", ["int8", pytest.param("fp8", marks=needs_fp8)])
 def test_a_model_holds_half_and_says_nearly_the_same(tmp_path, quantization):
     from engine.config import EngineConfig
