@@ -75,7 +75,8 @@ def test_a_batch_of_quantised_weights_goes_on_where_its_driver_died(tmp_path, ki
         return BatchProcess(str(source), str(output), *settings, home=tmp_path)
 
     quiet, killed = tmp_path / "quiet.jsonl", tmp_path / "killed.jsonl"
-    assert begun(quiet, *flags).wait() == 0
+    undisturbed = begun(quiet, *flags)
+    assert undisturbed.wait() == 0, undisturbed.text
     first = begun(killed, *flags)
     try:
         logs = (tmp_path / "killed.jsonl.ledger").glob
