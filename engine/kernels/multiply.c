@@ -165,30 +165,20 @@ void multiply8(const elem *x, int64_t x_stride, const int8_t *packed, const floa
     multiply_by(1, (Band){x, out, rows, x_stride}, &weight, threads, tiles);
 }
 
-/* As multiply_panel, for a panel in four bits. */
-INLINE void multiply_panel4(const int tiled, const int offset, Band band, const Fours *panel, const elem *bias, long outs,
-                            long wide) {
+/* As multiply_panel, for a panel that is made plain a strip at a time: `eights` is in fp8, or else `fours` in four bits. */
+INLINE void multiply_widened(const int tiled, const int offset, Band band, const Fours *fours, const Eights *eights,
+                             const elem *bias, long outs, long wide) {
     float sums[(BAND + TILE_ROWS) * WIDE];
-    const int few = !tiled && (WIDENS || band.rows <= FEW);
-    const long depth = panel->steps, length = few ? STRIP : WIDE_STRIP;
     elem wider[WIDE_STRIP * STEP];
-    float room[WIDENS ? MAX_ROWS * STRIP : 1];
+    const long depth = eights ? eights->steps : fours->steps;
     if (tiled) begin_panel(band.rows);
-    for (long start = 0; start < depth; start += length) {
-        const long steps = depth - start < length ? depth - start : length;
+    for (long start = 0; start < depth; start += WIDE_STRIP) {
+        const long steps = depth - start < WIDE_STRIP ? depth - start : WIDE_STRIP;
         const elem *x = band.x + start * DEPTH;
-        int size;
-        if (few) {
-            for (long r = 0; r < band.rows; r += size) {
-                long apart = band.stride;
-                BY_ROWS(band.rows - r, size, {
-                    const input *from = rows_as_input(ROWS, x + r * band.stride, &apart, steps, room);
-                    multiply_rows4(ROWS, offset, from, apart, panel, start, steps, sums + r * WIDE);
-                })
-            }
-            continue;
-        }
-        widen4(offset, panel, start, steps, wider);
+        if (eights)
+            widen_e4m3(eights, start, steps, wider);
+        else
+            widen4(offset, fours, start, steps, wider);
         if (tiled)
             multiply_tiles(x, band.stride, band.rows, wider, steps, start == 0, sums, 0, 0);
         else
@@ -201,8 +191,28 @@ INLINE void multiply_panel4(const int tiled, const int offset, Band band, const 
         finish(sums, 0, bias, band.out, band.rows, outs, wide);
 }
 
+#if !BY_GROUP
+/* As multiply_panel, for a panel in four bits that is read again for each pass of rows. */
+INLINE void multiply_read(const int offset, Band band, const Fours *panel, const elem *bias, long outs, long wide) {
+    float sums[(BAND + TILE_ROWS) * WIDE], room[WIDENS ? MAX_ROWS * STRIP : 1];
+    int size;
+    for (long start = 0; start < panel->steps; start += STRIP) {
+        const long steps = panel->steps - start < STRIP ? panel->steps - start : STRIP;
+        const elem *x = band.x + start * DEPTH;
+        for (long r = 0; r < band.rows; r += size) {
+            long apart = band.stride;
+            BY_ROWS(band.rows - r, size, {
+                const input *from = rows_as_input(ROWS, x + r * band.stride, &apart, steps, room);
+                multiply_rows4(ROWS, offset, from, apart, panel, start, steps, sums + r * WIDE);
+            })
+        }
+    }
+    finish(sums, 0, bias, band.out, band.rows, outs, wide);
+}
+#endif
+
 #if BY_GROUP
-/* As multiply_panel, for a panel in four bits whose groups are scaled whole; coded: whether words are read for each pass of rows. */
+/* As multiply_panel, for a panel in four bits whose groups are scaled whole. coded: words are read again for each pass. */
 INLINE void multiply_coded(const int coded, Band band, const Fours *panel, const elem *bias, long outs, long wide) {
     float sums[(BAND + TILE_ROWS) * WIDE];
     elem wider[coded ? 1 : PIECE * STEP];
@@ -238,44 +248,26 @@ void multiply4(const elem *x, int64_t x_stride, const char *packed, const float 
                                  zeros ? zeros + panel * of_groups : 0, depth, group / DEPTH};
             const elem *own = bias ? bias + at : 0;
 #if BY_GROUP
-            if (!tiled) {
-                if (band.rows <= FEW_READ)
-                    multiply_coded(1, band, &fours, own, outs, wide);
-                else
-                    multiply_coded(0, band, &fours, own, outs, wide);
-                continue;
-            }
+            if (!tiled && band.rows <= FEW_READ)
+                multiply_coded(1, band, &fours, own, outs, wide);
+            else if (!tiled)
+                multiply_coded(0, band, &fours, own, outs, wide);
+#else
+            const int few = WIDENS || band.rows <= FEW;
+            if (few && zeros)
+                multiply_read(1, band, &fours, own, outs, wide);
+            else if (few)
+                multiply_read(0, band, &fours, own, outs, wide);
+            else if (zeros)
+                multiply_widened(0, 1, band, &fours, 0, own, outs, wide);
+            else
+                multiply_widened(0, 0, band, &fours, 0, own, outs, wide);
 #endif
             if (tiled && zeros)
-                multiply_panel4(1, 1, band, &fours, own, outs, wide);
+                multiply_widened(1, 1, band, &fours, 0, own, outs, wide);
             else if (tiled)
-                multiply_panel4(1, 0, band, &fours, own, outs, wide);
-            else if (zeros)
-                multiply_panel4(0, 1, band, &fours, own, outs, wide);
-            else
-                multiply_panel4(0, 0, band, &fours, own, outs, wide);
+                multiply_widened(1, 0, band, &fours, 0, own, outs, wide);
         }
-}
-
-/* As multiply_panel, for a panel in fp8. */
-INLINE void multiply_panel_e4m3(const int tiled, Band band, const Eights *panel, const elem *bias, long outs, long wide) {
-    float sums[(BAND + TILE_ROWS) * WIDE];
-    elem wider[WIDE_STRIP * STEP];
-    if (tiled) begin_panel(band.rows);
-    for (long start = 0; start < panel->steps; start += WIDE_STRIP) {
-        const long steps = panel->steps - start < WIDE_STRIP ? panel->steps - start : WIDE_STRIP;
-        const elem *x = band.x + start * DEPTH;
-        widen_e4m3(panel, start, steps, wider);
-        if (tiled)
-            multiply_tiles(x, band.stride, band.rows, wider, steps, start == 0, sums, 0, 0);
-        else
-            multiply_strip(0, x, band.stride, band.rows, wider, steps, start == 0, sums, 0, 0);
-    }
-    if (tiled) {
-        end_panel();
-        finish_tiles(sums, 0, bias, band.out, band.rows, outs, wide);
-    } else
-        finish(sums, 0, bias, band.out, band.rows, outs, wide);
 }
 
 /* As multiply, with weights of pack_e4m3, none of them NaN. scales: [ceil(outs / WIDE)][ins / group][WIDE][DEPTH], times
@@ -292,8 +284,8 @@ void multiply_e4m3(const elem *x, int64_t x_stride, const uint8_t *packed, const
             const Band band = {x + row * x_stride, out + row * outs + at, left < size ? left : size, x_stride};
             const Eights eights = {packed + panel * depth * STEP, scales + panel * of_groups, depth, group / DEPTH};
             if (tiled)
-                multiply_panel_e4m3(1, band, &eights, bias ? bias + at : 0, outs, wide);
+                multiply_widened(1, 0, band, 0, &eights, bias ? bias + at : 0, outs, wide);
             else
-                multiply_panel_e4m3(0, band, &eights, bias ? bias + at : 0, outs, wide);
+                multiply_widened(0, 0, band, 0, &eights, bias ? bias + at : 0, outs, wide);
         }
 }

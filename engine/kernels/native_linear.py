@@ -14,7 +14,7 @@ from parallel.linear import LinearMethod
 WIDE = 64  # outputs of one panel of packed weights, as in multiply.c
 MIDDLE = 8  # of codes of four bits
 NAN, E4M3_UNIT = 0x7F, 256  # of e4m3: the bits of what is no number, and as in panel_eights.h
-LEAST_GROUP = 32  # inputs that share a scale of fp8: of fewer, scales would take as much as the weight
+LEAST_FP8_GROUP = 32  # inputs that share a scale of fp8: of fewer, scales would take as much as the weight
 
 
 class _PanelLinear(LinearMethod):
@@ -156,7 +156,7 @@ class NativeFp8Linear(_PanelLinear):
     @staticmethod
     def supports(library: ctypes.CDLL, weight: Tensor, scale: Tensor) -> bool:
         """Whether `library` can pack it: groups are not so small that scales outgrow the weight, which has no NaN."""
-        fits = weight.shape[1] // scale.shape[1] % LEAST_GROUP == 0
+        fits = weight.shape[1] // scale.shape[1] % LEAST_FP8_GROUP == 0
         return fits and not bool((weight.view(torch.uint8) & NAN == NAN).any())
 
     @override

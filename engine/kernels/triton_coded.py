@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from engine.kernels.base import E4M3
 from engine.kernels.triton_launch import ceil_div, kept
-from engine.kernels.triton_linear import NARROW, TILE_INS, TILE_ROWS
+from engine.kernels.triton_linear import NARROW, TILE_INS, TILE_ROWS, put_tile
 from parallel.linear import LinearMethod
 
 
@@ -121,10 +121,7 @@ def _multiply_int4(
         odd = tl.load(x_row + 2 * at[None, :] + 1, mask=has_x, other=0.0)
         total = tl.dot(even, first.to(even.dtype), total, input_precision="ieee")
         total = tl.dot(odd, second.to(odd.dtype), total, input_precision="ieee")
-    if BIAS:
-        total += tl.load(bias_ptr + out, mask=out < outs, other=0.0)[None, :].to(tl.float32)
-    where = out_ptr + row[:, None].to(tl.int64) * outs + out[None, :]
-    tl.store(where, total.to(out_ptr.dtype.element_ty), mask=has_row & has_out)
+    put_tile(total, bias_ptr, out_ptr, row, out, rows, outs, BIAS)
 
 
 @kept
@@ -162,7 +159,4 @@ def _multiply_fp8(
         scale = tl.load(scale_row + at[:, None] // BLOCK_INS, mask=there, other=0.0)
         x = tl.load(x_row + at[None, :], mask=has_row & (at[None, :] < ins), other=0.0)
         total = tl.dot(x, (weight * scale).to(x.dtype), total, input_precision="ieee")
-    if BIAS:
-        total += tl.load(bias_ptr + out, mask=out < outs, other=0.0)[None, :].to(tl.float32)
-    where = out_ptr + row[:, None].to(tl.int64) * outs + out[None, :]
-    tl.store(where, total.to(out_ptr.dtype.element_ty), mask=has_row & has_out)
+    put_tile(total, bias_ptr, out_ptr, row, out, rows, outs, BIAS)

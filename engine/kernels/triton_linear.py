@@ -73,6 +73,24 @@ def tiling_of(outs: int, ins: int, dtype: torch.dtype) -> Tiling:
     return Tiling(64, 64 if outs <= NARROW else 128, 64, 4, 3)
 
 
+@triton.jit
+def put_tile(
+    total: tl.tensor,  # [ROWS, OUTS] in fp32
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    row: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    outs: tl.tensor,
+    BIAS: tl.constexpr,
+) -> None:
+    """Write a tile of a product [rows, outs], with its bias."""
+    if BIAS:
+        total += tl.load(bias_ptr + out, mask=out < outs, other=0.0)[None, :].to(tl.float32)
+    where = out_ptr + row[:, None].to(tl.int64) * outs + out[None, :]
+    tl.store(where, total.to(out_ptr.dtype.element_ty), mask=(row[:, None] < rows) & (out[None, :] < outs))
+
+
 # Triton would compile another program for one row, and for multiples of 16.
 @kept
 @triton.jit(do_not_specialize=["rows"])
@@ -111,10 +129,7 @@ def _multiply(
             x = tl.load(x_row + at[None, :], mask=has_row & (at[None, :] < ins), other=0.0)
             weight = tl.load(weight_row + at[:, None], mask=has_out & (at[:, None] < ins), other=0.0)
         total = tl.dot(x, weight, total, input_precision="ieee")
-    if BIAS:
-        total += tl.load(bias_ptr + out, mask=out < outs, other=0.0)[None, :].to(tl.float32)
-    where = out_ptr + row[:, None].to(tl.int64) * outs + out[None, :]
-    tl.store(where, total.to(out_ptr.dtype.element_ty), mask=has_row & has_out)
+    put_tile(total, bias_ptr, out_ptr, row, out, rows, outs, BIAS)
 
 
 WIDEST = 32768  # elements of a row that a program holds in registers
@@ -212,7 +227,4 @@ def _multiply_int8(
         weight = tl.load(weight_row + at[:, None], mask=has_out & (at[:, None] < ins), other=0)
         total = tl.dot(x, weight.to(tl.float32).to(x.dtype), total, input_precision="ieee")
     total *= tl.load(scale_ptr + out, mask=out < outs, other=0.0)[None, :]
-    if BIAS:
-        total += tl.load(bias_ptr + out, mask=out < outs, other=0.0)[None, :].to(tl.float32)
-    where = out_ptr + row[:, None].to(tl.int64) * outs + out[None, :]
-    tl.store(where, total.to(out_ptr.dtype.element_ty), mask=has_row & has_out)
+    put_tile(total, bias_ptr, out_ptr, row, out, rows, outs, BIAS)

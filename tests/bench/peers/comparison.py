@@ -17,6 +17,8 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+from engine.loader.checkpoint import open_model
+from engine.loader.quantised_copy import write_quantised
 from tests.bench.offline import EVEN, SINGLE_TOKENS, THREADS, even_load, has_bf16_units
 from tests.bench.peers.child import Job, Prompts
 from tests.bench.peers.engines import ENGINES, HERE, LIMITS, Engine, absent, for_isa, variables
@@ -186,9 +188,6 @@ def _ask(engine: Engine, folder: Path, work: Job, root: Path) -> Answer:
 
 def quantise(model: str, copy: Path, form: str) -> None:
     """Write a checkpoint again as `squadron quantize` does."""
-    from engine.loader.checkpoint import open_model
-    from engine.loader.quantised_copy import write_quantised
-
     write_quantised(open_model(model), copy, form)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.bench.offline import EVEN, SINGLE_TOKENS, THREADS
-from tests.bench.peers.comparison import FIRST, Answer, Comparison, agreeing
+from tests.bench.peers.comparison import FIRST, QUANTISED, Answer, Comparison, agreeing
 from tests.bench.peers.engines import LIMITS, OURS, PARTLY
 from tests.bench.random_model import VOCAB, make_load
 
@@ -97,6 +97,8 @@ def _heading(comparison: Comparison, origin: Mapping[str, Any]) -> str:
     sequences = comparison.sequences
     rounds = max(map(len, comparison.answers.values()), default=0)
     command = f"python -m tests.bench.peers --isa {comparison.isa} --rounds {rounds}"
+    if quantised := [dtype for dtype in QUANTISED if any(dtype == asked for _, asked in comparison.answers)]:
+        command += f" --dtypes {' '.join(quantised)}"
     if comparison.shape != "100m":
         command += f" --shape {comparison.shape}"
     if sequences != EVEN[0]:
