@@ -10,7 +10,7 @@ from engine.device.topology import format_cpus, parse_cpus
 from engine.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("fp8", "int8", "int4", "compressed-tensors", "gptq", "awq", "modelopt")
+QUANTIZATIONS = ("fp8", "int8", "int4", "compressed-tensors", "gptq", "awq", "modelopt", "mxfp4")
 USUAL_GROUP = 128  # inputs that share a scale in int4
 LEAST_GROUP = 8  # of fewer the scales would be larger than the weights
 GPU_TOKENS, CPU_TOKENS = 8192, 2048  # of a step, unless told
@@ -40,7 +40,7 @@ class EngineConfig:
     device: "cpu", "cuda" or None for cuda where there is one.
     quantization: how linear layers hold their weights: "fp8" (with activations, on a GPU), "int8" or "int4", made as
     plain weights are loaded; None = as the checkpoint has them, which "compressed-tensors", "gptq", "awq", "modelopt"
-    and, of a quantised checkpoint, "fp8" name.
+    and "mxfp4" name and, of a quantised checkpoint, "fp8".
     quantization_group_size: inputs of an output that share a scale in int4; None = 128. Fewer are more exact and take
     more memory: 2 to 4 bytes a group.
     quantize_lm_head: hold the output head in int8, made as it is loaded, whatever the other layers are; on CPUs.

@@ -76,13 +76,13 @@ class Kernels(ABC):
         """
         return None
 
-    def int4_linear(self, codes: Tensor, scale: Tensor, zero: Tensor) -> LinearMethod | None:
-        """Return the same for a weight of four bits, w = (code - zero) * scale.
+    def four_bit_linear(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> LinearMethod | None:
+        """Return the same for a weight of four bits, w = (code - zero) * scale, or E2M1[code] * scale without zeros.
 
         codes: [out, in / 2] uint8, that of an even input in the low half, of the next one in the high half. scale:
-        [out, groups] fp32, of in / groups adjacent inputs. zero: [out, groups] uint8, 0 to 16. On a CPU what is
-        returned keeps none of the three, and a row's bits must not depend on how many rows there are. On a GPU it is
-        for at most `FEW_ROWS` rows.
+        [out, groups] fp32, of in / groups adjacent inputs. zero: [out, groups] uint8, 0 to 16, None where codes are
+        numbers of E2M1 (`engine.quantization.layout`). On a CPU what is returned keeps none of them, and a row's bits
+        must not depend on how many rows there are. On a GPU it is for at most `FEW_ROWS` rows.
         """
         return None
 

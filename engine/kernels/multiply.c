@@ -166,7 +166,7 @@ void multiply8(const elem *x, int64_t x_stride, const int8_t *packed, const floa
 }
 
 /* As multiply_panel, for a panel that is made plain a strip at a time: `eights` is in fp8, or else `fours` in four bits. */
-INLINE void multiply_widened(const int tiled, const int offset, Band band, const Fours *fours, const Eights *eights,
+INLINE void multiply_widened(const int tiled, const int kind, Band band, const Fours *fours, const Eights *eights,
                              const elem *bias, long outs, long wide) {
     float sums[(BAND + TILE_ROWS) * WIDE];
     elem wider[WIDE_STRIP * STEP];
@@ -178,7 +178,7 @@ INLINE void multiply_widened(const int tiled, const int offset, Band band, const
         if (eights)
             widen_e4m3(eights, start, steps, wider);
         else
-            widen4(offset, fours, start, steps, wider);
+            widen4(kind, fours, start, steps, wider);
         if (tiled)
             multiply_tiles(x, band.stride, band.rows, wider, steps, start == 0, sums, 0, 0);
         else
@@ -193,7 +193,7 @@ INLINE void multiply_widened(const int tiled, const int offset, Band band, const
 
 #if !BY_GROUP
 /* As multiply_panel, for a panel in four bits that is read again for each pass of rows. */
-INLINE void multiply_read(const int offset, Band band, const Fours *panel, const elem *bias, long outs, long wide) {
+INLINE void multiply_read(const int kind, Band band, const Fours *panel, const elem *bias, long outs, long wide) {
     float sums[(BAND + TILE_ROWS) * WIDE], room[WIDENS ? MAX_ROWS * STRIP : 1];
     int size;
     for (long start = 0; start < panel->steps; start += STRIP) {
@@ -203,7 +203,7 @@ INLINE void multiply_read(const int offset, Band band, const Fours *panel, const
             long apart = band.stride;
             BY_ROWS(band.rows - r, size, {
                 const input *from = rows_as_input(ROWS, x + r * band.stride, &apart, steps, room);
-                multiply_rows4(ROWS, offset, from, apart, panel, start, steps, sums + r * WIDE);
+                multiply_rows4(ROWS, kind, from, apart, panel, start, steps, sums + r * WIDE);
             })
         }
     }
@@ -220,7 +220,7 @@ INLINE void multiply_coded(const int coded, Band band, const Fours *panel, const
     int size;
     for (long start = 0; start < panel->steps; start += length) {
         const long steps = panel->steps - start < length ? panel->steps - start : length;
-        if (!coded) widen_halves(panel->words + start * STEP / 2, steps, wider);
+        if (!coded) widen_halves(panel->floats, panel->words + start * STEP / 2, steps, wider);
         for (long r = 0; r < band.rows; r += size) {
             const elem *x = band.x + r * band.stride + start * DEPTH;
             BY_ROWS(band.rows - r, size,
@@ -231,11 +231,31 @@ INLINE void multiply_coded(const int coded, Band band, const Fours *panel, const
 }
 #endif
 
-/* As multiply, with weights of pack4. scales, zeros (0 = all are 8): [ceil(outs / WIDE)][ins / group][WIDE][lanes_of_scale];
- * zeros less 8. group: a multiple of DEPTH * WORD, and ins of that. */
+/* A band with a panel in four bits. */
+INLINE void multiply_fours(const int kind, int tiled, Band band, const Fours *fours, const elem *bias, long outs, long wide) {
+    if (tiled) {
+        multiply_widened(1, kind, band, fours, 0, bias, outs, wide);
+        return;
+    }
+#if BY_GROUP
+    if (band.rows <= FEW_READ)
+        multiply_coded(1, band, fours, bias, outs, wide);
+    else
+        multiply_coded(0, band, fours, bias, outs, wide);
+#else
+    if (WIDENS || band.rows <= FEW)
+        multiply_read(kind, band, fours, bias, outs, wide);
+    else
+        multiply_widened(0, kind, band, fours, 0, bias, outs, wide);
+#endif
+}
+
+/* As multiply, with weights of pack4. scales, zeros: [ceil(outs / WIDE)][ins / group][WIDE][lanes_of_scale]; zeros less 8,
+ * 0 = all are 8, or there are none. group: a multiple of DEPTH * WORD, and ins of that. floats: whether codes are numbers
+ * of E2M1. */
 void multiply4(const elem *x, int64_t x_stride, const char *packed, const float *scales, const float *zeros,
-               const elem *bias, elem *out, int64_t rows, int64_t outs, int64_t ins, int64_t group, int64_t threads,
-               int tiles) {
+               const elem *bias, elem *out, int64_t rows, int64_t outs, int64_t ins, int64_t group, int64_t floats,
+               int64_t threads, int tiles) {
     const int tiled = by_tiles(ins, tiles);
     const long size = band_of(rows, tiled ? TILE_ROWS : MAX_ROWS), bands = (rows + size - 1) / size;
     const long depth = ins / DEPTH, of_groups = ins / group * WIDE * lanes_of_scale(ins, tiles);
@@ -245,28 +265,14 @@ void multiply4(const elem *x, int64_t x_stride, const char *packed, const float 
             const long row = b * size, left = rows - row, panel = at / WIDE, wide = outs - at < WIDE ? outs - at : WIDE;
             const Band band = {x + row * x_stride, out + row * outs + at, left < size ? left : size, x_stride};
             const Fours fours = {packed + panel * depth / WORD * WORD_BYTES, scales + panel * of_groups,
-                                 zeros ? zeros + panel * of_groups : 0, depth, group / DEPTH};
+                                 zeros ? zeros + panel * of_groups : 0, depth, group / DEPTH, (int)floats};
             const elem *own = bias ? bias + at : 0;
-#if BY_GROUP
-            if (!tiled && band.rows <= FEW_READ)
-                multiply_coded(1, band, &fours, own, outs, wide);
-            else if (!tiled)
-                multiply_coded(0, band, &fours, own, outs, wide);
-#else
-            const int few = WIDENS || band.rows <= FEW;
-            if (few && zeros)
-                multiply_read(1, band, &fours, own, outs, wide);
-            else if (few)
-                multiply_read(0, band, &fours, own, outs, wide);
+            if (floats)
+                multiply_fours(FLOATS, tiled, band, &fours, own, outs, wide);
             else if (zeros)
-                multiply_widened(0, 1, band, &fours, 0, own, outs, wide);
+                multiply_fours(OFFSET, tiled, band, &fours, own, outs, wide);
             else
-                multiply_widened(0, 0, band, &fours, 0, own, outs, wide);
-#endif
-            if (tiled && zeros)
-                multiply_widened(1, 1, band, &fours, 0, own, outs, wide);
-            else if (tiled)
-                multiply_widened(1, 0, band, &fours, 0, own, outs, wide);
+                multiply_fours(WHOLE, tiled, band, &fours, own, outs, wide);
         }
 }
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from engine.kernels.base import TorchKernels
 from engine.kernels.compiler import load_library
-from engine.kernels.native_linear import NativeFp8Linear, NativeInt4Linear, NativeInt8Linear, NativeLinear
+from engine.kernels.native_linear import NativeFourBitLinear, NativeFp8Linear, NativeInt8Linear, NativeLinear
 from engine.kernels.recurrent import StateRows
 from parallel.linear import LinearMethod
 
@@ -71,7 +71,7 @@ def native_library(
         library.multiply8.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, *(c_int64,) * 4, c_int)
         library.pack4.argtypes = (*(c_void_p,) * 2, *(c_int64,) * 2, c_int)
         library.lanes_of_scale.argtypes = (c_int64, c_int)
-        library.multiply4.argtypes = (c_void_p, c_int64, *(c_void_p,) * 5, *(c_int64,) * 5, c_int)
+        library.multiply4.argtypes = (c_void_p, c_int64, *(c_void_p,) * 5, *(c_int64,) * 6, c_int)
         library.pack_e4m3.argtypes = (c_void_p,) * 2 + (c_int64,) * 2
         library.multiply_e4m3.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, *(c_int64,) * 5, c_int)
         library.short_conv.argtypes = (c_void_p, c_int64, *(c_void_p,) * 7, *(c_int64,) * 5)
@@ -125,10 +125,10 @@ class NativeKernels(TorchKernels):
         return NativeFp8Linear(self._library, weight, scale, self._dtype, self._threads)
 
     @override
-    def int4_linear(self, codes: Tensor, scale: Tensor, zero: Tensor) -> LinearMethod | None:
-        if not NativeInt4Linear.supports(self._library, codes, scale):
+    def four_bit_linear(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> LinearMethod | None:
+        if not NativeFourBitLinear.supports(self._library, codes, scale):
             return None
-        return NativeInt4Linear(self._library, codes, scale, zero, self._dtype, self._threads)
+        return NativeFourBitLinear(self._library, codes, scale, zero, self._dtype, self._threads)
 
     @override
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

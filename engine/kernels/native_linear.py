@@ -100,8 +100,8 @@ class NativeInt8Linear(_PanelLinear):
         return NativeLinear.supports(library, weight)
 
 
-class NativeInt4Linear(_PanelLinear):
-    """Weights of four bits, (code - zero) * scale by groups of inputs; see `Kernels.int4_linear` for what they are.
+class NativeFourBitLinear(_PanelLinear):
+    """Weights of four bits that groups of inputs scale; see `Kernels.four_bit_linear` for what they are.
 
     dtype: of the activations. The results are those of `NativeLinear` with the weights that these stand for, rounded
     to the dtype, bit for bit. Without tiles they are not rounded to bfloat16; where dot products of bfloat16 take two
@@ -109,11 +109,17 @@ class NativeInt4Linear(_PanelLinear):
     """
 
     def __init__(
-        self, library: ctypes.CDLL, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype, threads: int
+        self,
+        library: ctypes.CDLL,
+        codes: Tensor,
+        scale: Tensor,
+        zero: Tensor | None,
+        dtype: torch.dtype,
+        threads: int,
     ) -> None:
         shape = codes.shape[0], 2 * codes.shape[1]
-        self._group = shape[1] // scale.shape[1]
-        super().__init__(library, library.multiply4, shape, dtype, threads, (self._group,))
+        self._group, self._floats = shape[1] // scale.shape[1], zero is None
+        super().__init__(library, library.multiply4, shape, dtype, threads, (self._group, int(self._floats)))
         self._packed = torch.empty(self._padded() * self._ins // 8, dtype=torch.int32)
         plain = codes.contiguous()
         library.pack4(plain.data_ptr(), self._packed.data_ptr(), self._outs, self._ins, self._tiles)
@@ -121,8 +127,8 @@ class NativeInt4Linear(_PanelLinear):
         self._scales = _in_lanes(scale, self._padded(), lanes)
         self._whole = lanes < library.packing_depth()
         # Codes are counted from 8: where all zeros are 8, there is nothing to subtract.
-        plain_zeros = bool((zero == MIDDLE).all())
-        self._zeros = None if plain_zeros else _in_lanes(zero.float() - MIDDLE, self._padded(), lanes)
+        zero = None if zero is None or bool((zero == MIDDLE).all()) else zero
+        self._zeros = None if zero is None else _in_lanes(zero.float() - MIDDLE, self._padded(), lanes)
         zeros = None if self._zeros is None else self._zeros.data_ptr()
         self._addresses = self._packed.data_ptr(), self._scales.data_ptr(), zeros
 
@@ -133,7 +139,8 @@ class NativeInt4Linear(_PanelLinear):
 
     @override
     def describe(self) -> str:
-        return f"{super().describe()} in groups of {self._group}{', scaled whole' if self._whole else ''}"
+        kind = "E2M1 " if self._floats else ""
+        return f"{kind}{super().describe()} in groups of {self._group}{', scaled whole' if self._whole else ''}"
 
 
 class NativeFp8Linear(_PanelLinear):

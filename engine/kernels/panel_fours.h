@@ -1,4 +1,5 @@
-/* Panels of weights in four bits, each (code - zero) * scale, where a group of inputs shares scale and zero.
+/* Panels of weights in four bits, where a group of inputs shares a scale, and a zero where there are any. Codes are whole
+ * numbers, less their zero, or numbers of E2M1, as in MXFP4 and NVFP4.
  *
  * Where the CPU has dot products of bfloat16 and rows are not taken by tiles, whole groups are scaled (BY_GROUP, below).
  * Elsewhere they multiply as the weights do that they stand for, in the dtype of x, to the same bits; where bfloat16 is
@@ -15,20 +16,35 @@
 #define MOST_COLS 4                 /* vectors of outputs at a time: their words are in registers, too */
 #define FAR 4096                    /* bytes ahead that weights are fetched */
 
+/* What a code stands for: less 8, less its zero besides, or a number of E2M1. */
+enum { WHOLE, OFFSET, FLOATS };
+
 typedef struct {
     const char *words;    /* of a panel */
     const float *scales;  /* of a panel, [groups][STEP]; where groups are scaled whole [groups][WIDE] */
     const float *zeros;   /* likewise, less the 8 that codes are counted from; 0 = all 0 */
     long steps, per_group; /* of the panel, of a group */
+    int floats;            /* whether codes are numbers of E2M1 */
 } Fours;
 
-/* code - 8 of step `at` of a word. */
-INLINE vec fours(uvec words, int at) {
+/* The numbers of step `at` of a word, zeros apart. */
+INLINE vec fours(const int kind, uvec words, int at) {
 #if LANES == 16
-    static const float numbers[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-    return (vec)_mm512_permutexvar_ps((__m512i)(words >> (4 * at)), _mm512_loadu_ps(numbers)); /* by the lowest bits */
+    static const float whole[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+    static const float e2m1[16] = {0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6};
+    const __m512 numbers = _mm512_loadu_ps(kind == FLOATS ? e2m1 : whole);
+    return (vec)_mm512_permutexvar_ps((__m512i)(words >> (4 * at)), numbers); /* by the lowest bits */
 #else
-    return __builtin_convertvector(((ivec)(words << (28 - 4 * at)) >> 28) ^ -8, vec);
+    if (kind != FLOATS) return __builtin_convertvector(((ivec)(words << (28 - 4 * at)) >> 28) ^ -8, vec);
+    const uvec codes = words >> (4 * at), sign = codes << 28 & 0x80000000u;
+#if defined(__AVX2__)
+    static const float sizes[8] = {0, .5, 1, 1.5, 2, 3, 4, 6};
+    const vec size = (vec)_mm256_permutevar8x32_ps(_mm256_loadu_ps(sizes), (__m256i)codes); /* by the lowest bits */
+#else
+    const uvec exponent = codes >> 1 & 3, normal = (uvec)(exponent != 0) & 1;
+    const vec size = __builtin_convertvector((normal << 1 | (codes & 1)) << (exponent - normal), vec) * 0.5f;
+#endif
+    return (vec)((uvec)size | sign);
 #endif
 }
 
@@ -42,11 +58,11 @@ INLINE run rounded(const vec *found) {
 }
 
 /* The weights of vector v of outputs in step `at`. words: of the vector's LANES * DEPTH lanes. */
-INLINE run weights_of(const int offset, const uvec *words, int at, const float *scales, const float *zeros) {
+INLINE run weights_of(const int kind, const uvec *words, int at, const float *scales, const float *zeros) {
     vec found[DEPTH];
     for (int d = 0; d < DEPTH; d++) {
-        const vec code = fours(words[d], at);
-        found[d] = (offset ? code - get_float(zeros + d * LANES) : code) * get_float(scales + d * LANES);
+        const vec code = fours(kind, words[d], at);
+        found[d] = (kind == OFFSET ? code - get_float(zeros + d * LANES) : code) * get_float(scales + d * LANES);
     }
     return rounded(found);
 }
@@ -59,7 +75,7 @@ INLINE void get_words(const char *from, uvec *words) {
 }
 
 /* sums [rows][WIDE] (from 0 if `start` is 0) += x [rows][stride] times `steps` from step `start` of the panel on. */
-INLINE void multiply_rows4(const int rows, const int offset, const input *x, long stride, const Fours *panel, long start,
+INLINE void multiply_rows4(const int rows, const int kind, const input *x, long stride, const Fours *panel, long start,
                            long steps, float *sums) {
     const int cols = columns(rows) < MOST_COLS ? columns(rows) : MOST_COLS;
     for (int c = 0; c < VECS; c += cols) {
@@ -77,7 +93,7 @@ INLINE void multiply_rows4(const int rows, const int offset, const input *x, lon
 #pragma GCC unroll 8
                 for (int v = 0; v < cols; v++) {
                     const long lane = group + v * RUN;
-                    const run weights = weights_of(offset, words[v], at, panel->scales + lane, panel->zeros + lane);
+                    const run weights = weights_of(kind, words[v], at, panel->scales + lane, panel->zeros + lane);
 #pragma GCC unroll 8
                     for (int r = 0; r < rows; r++)
                         sum[r][v] = times(x + r * stride + (k + at) * DEPTH, weights, sum[r][v]);
@@ -89,7 +105,7 @@ INLINE void multiply_rows4(const int rows, const int offset, const input *x, lon
 }
 
 /* The plain strip of `steps` from step `start` of a panel on. */
-INLINE void widen4(const int offset, const Fours *panel, long start, long steps, elem *strip) {
+INLINE void widen4(const int kind, const Fours *panel, long start, long steps, elem *strip) {
     for (long k = 0; k < steps; k += WORD) {
         const long group = (start + k) / panel->per_group * STEP;
         const char *words = panel->words + (start + k) / WORD * WORD_BYTES;
@@ -99,7 +115,7 @@ INLINE void widen4(const int offset, const Fours *panel, long start, long steps,
 #pragma GCC unroll 8
             for (int at = 0; at < WORD; at++)
                 put_weights(strip + (k + at) * STEP + v * RUN,
-                            weights_of(offset, word, at, panel->scales + group + v * RUN, panel->zeros + group + v * RUN));
+                            weights_of(kind, word, at, panel->scales + group + v * RUN, panel->zeros + group + v * RUN));
         }
     }
 }
@@ -107,7 +123,7 @@ INLINE void widen4(const int offset, const Fours *panel, long start, long steps,
 #define BY_GROUP (DEPTH == 2) /* unless by tiles */
 
 #if BY_GROUP
-/* Whole groups: rows multiply with code - 8, which bfloat16 holds exactly, and the sum of a group is scaled. So no weight
+/* Whole groups: rows multiply with code - 8, or what E2M1 says, which bfloat16 holds exactly, and the sum of a group is scaled. So no weight
  * is rounded, and one costs a shift and a look-up. With X for the sum of the group's inputs,
  * sum((code - zero) * x) * scale = (sum((code - 8) * x) - (zero - 8) * X) * scale. Where all codes are their zero, what
  * is left are the roundings of two sums, not 0.
@@ -119,24 +135,34 @@ INLINE void widen4(const int offset, const Fours *panel, long start, long steps,
 #define HALF_WORD 4
 #define PIECE 256
 
-/* code - 8 of step `at` of a vector of words. */
-INLINE run halves(run words, int at) {
-    static const uint16_t numbers[32] = {
+/* What codes stand for, zeros apart, in bfloat16; twice, since the lowest five bits look up. */
+INLINE run numbers_of(const int floats) {
+    static const uint16_t whole[32] = {
         0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
         0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
-    }; /* twice, since the lowest five bits look up */
-    return _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * at), _mm512_loadu_si512(numbers));
+    };
+    static const uint16_t e2m1[32] = {
+        0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0,
+        0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0,
+    };
+    return _mm512_loadu_si512(floats ? e2m1 : whole);
+}
+
+/* The numbers of step `at` of a vector of words. */
+INLINE run halves(run words, int at, run numbers) {
+    return _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * at), numbers);
 }
 
 /* `steps` of a group as a strip of whole numbers. */
-INLINE void widen_halves(const char *words, long steps, elem *strip) {
+INLINE void widen_halves(const int floats, const char *words, long steps, elem *strip) {
+    const run numbers = numbers_of(floats);
     for (long k = 0; k < steps; k += HALF_WORD)
         for (int v = 0; v < VECS; v++) {
             const char *from = words + (k / HALF_WORD * VECS + v) * LINE;
             __builtin_prefetch(from + FAR, 0, 2);
             const run word = _mm512_loadu_si512(from);
 #pragma GCC unroll 4
-            for (int at = 0; at < HALF_WORD; at++) put_weights(strip + (k + at) * STEP + v * RUN, halves(word, at));
+            for (int at = 0; at < HALF_WORD; at++) put_weights(strip + (k + at) * STEP + v * RUN, halves(word, at, numbers));
         }
 }
 
@@ -153,8 +179,9 @@ INLINE float sum_of_inputs(const elem *x, long steps) {
 
 /* sums [rows][WIDE] (from 0 if `fresh`) += x [rows][stride] times `steps` of one group: of words if `coded`, else of the
  * strip that they were widened to. zeros: 0 = all are 8. */
-INLINE void multiply_group(const int rows, const int coded, const elem *x, long stride, const void *panel, long steps,
-                           const float *scales, const float *zeros, int fresh, float *sums) {
+INLINE void multiply_group(const int rows, const int coded, const int floats, const elem *x, long stride, const void *panel,
+                           long steps, const float *scales, const float *zeros, int fresh, float *sums) {
+    const run numbers = numbers_of(floats);
     vec part[MAX_ROWS][VECS];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < VECS; v++) part[r][v] = splat(0);
@@ -169,7 +196,7 @@ INLINE void multiply_group(const int rows, const int coded, const elem *x, long 
         for (int at = 0; at < HALF_WORD; at++) {
             run weights[VECS]; /* before the rows, so that each input is spread over a register once */
             for (int v = 0; v < VECS; v++)
-                weights[v] = coded ? halves(words[v], at) : get_weights((const elem *)panel + (k + at) * STEP + v * RUN);
+                weights[v] = coded ? halves(words[v], at, numbers) : get_weights((const elem *)panel + (k + at) * STEP + v * RUN);
             for (int r = 0; r < rows; r++)
                 for (int v = 0; v < VECS; v++)
                     part[r][v] = times(x + r * stride + (k + at) * 2, weights[v], part[r][v]);
@@ -200,9 +227,9 @@ INLINE void multiply_groups(const int rows, const elem *x, long stride, const Fo
         taken = left < steps - k ? left : steps - k;
         const float *scales = panel->scales + lane, *zeros = panel->zeros ? panel->zeros + lane : 0;
         if (strip)
-            multiply_group(rows, 0, x + k * 2, stride, strip + k * STEP, taken, scales, zeros, !at, sums);
+            multiply_group(rows, 0, panel->floats, x + k * 2, stride, strip + k * STEP, taken, scales, zeros, !at, sums);
         else
-            multiply_group(rows, 1, x + k * 2, stride, panel->words + at * STEP / 2, taken, scales, zeros, !at, sums);
+            multiply_group(rows, 1, panel->floats, x + k * 2, stride, panel->words + at * STEP / 2, taken, scales, zeros, !at, sums);
     }
 }
 #endif

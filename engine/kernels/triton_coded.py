@@ -17,10 +17,10 @@ from engine.kernels.triton_linear import NARROW, TILE_INS, TILE_ROWS, put_tile
 from parallel.linear import LinearMethod
 
 
-class TritonInt4Linear(LinearMethod):
-    """(code - zero) * scale by groups of inputs; see `Kernels.int4_linear`. The three stay the layer's own."""
+class TritonFourBitLinear(LinearMethod):
+    """Codes that groups of inputs scale; see `Kernels.four_bit_linear`. All stay the layer's own."""
 
-    def __init__(self, codes: Tensor, scale: Tensor, zero: Tensor) -> None:
+    def __init__(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> None:
         self.codes, self.scale, self.zero = codes, scale, zero
 
     @staticmethod
@@ -35,7 +35,7 @@ class TritonInt4Linear(LinearMethod):
         out = x.new_empty(rows, outs)
         tile = 16 if outs <= NARROW else 32
         if rows:
-            _multiply_int4[(ceil_div(rows, TILE_ROWS), ceil_div(outs, tile))](
+            _multiply_codes[(ceil_div(rows, TILE_ROWS), ceil_div(outs, tile))](
                 x, self.codes, self.scale, self.zero, bias, out, rows, outs, pairs, x.stride(0), self.scale.shape[1],
                 PER_GROUP=pairs // self.scale.shape[1], ROWS=TILE_ROWS, OUTS=tile, PAIRS=TILE_INS // x.itemsize,
                 BIAS=bias is not None, num_warps=4, num_stages=4,
@@ -44,7 +44,8 @@ class TritonInt4Linear(LinearMethod):
 
     @override
     def describe(self) -> str:
-        return f"TritonInt4Linear {len(self.codes)}x{2 * self.codes.shape[1]} by {self.scale.shape[1]}"
+        kind = "E2M1 " if self.zero is None else ""
+        return f"{kind}TritonFourBitLinear {len(self.codes)}x{2 * self.codes.shape[1]} by {self.scale.shape[1]}"
 
 
 class TritonFp8Linear(LinearMethod):
@@ -80,13 +81,20 @@ class TritonFp8Linear(LinearMethod):
         return "TritonFp8Linear {}x{} by {}x{}".format(*self.weight.shape, *self.scale.shape)
 
 
+@triton.jit
+def e2m1(codes: tl.tensor) -> tl.tensor:
+    """Return the numbers of codes of 0 to 15 in fp32: read as those of float16, they have another unit."""
+    bits = (codes & 8).to(tl.int16) << 12 | (codes & 7).to(tl.int16) << 9
+    return bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384
+
+
 @kept
 @triton.jit(do_not_specialize=["rows"])
-def _multiply_int4(
+def _multiply_codes(
     x_ptr: tl.tensor,  # [rows, 2 * pairs], rows strided
     codes_ptr: tl.tensor,  # [outs, pairs], the first of two inputs in the lower bits
     scale_ptr: tl.tensor,  # [outs, groups]
-    zero_ptr: tl.tensor,  # [outs, groups]
+    zero_ptr: tl.tensor,  # [outs, groups], None where codes are numbers of E2M1
     bias_ptr: tl.tensor,  # [outs]
     out_ptr: tl.tensor,  # [rows, outs], written
     rows: tl.tensor,
@@ -113,9 +121,12 @@ def _multiply_int4(
         codes = tl.load(codes_row + at[:, None], mask=there, other=0)
         group = out[None, :] * groups + at[:, None] // PER_GROUP
         scale = tl.load(scale_ptr + group, mask=there, other=0.0)
-        zero = tl.load(zero_ptr + group, mask=there, other=0).to(tl.float32)
-        first = ((codes & 15).to(tl.float32) - zero) * scale
-        second = ((codes >> 4).to(tl.float32) - zero) * scale
+        if zero_ptr is None:
+            first, second = e2m1(codes & 15) * scale, e2m1(codes >> 4) * scale
+        else:
+            zero = tl.load(zero_ptr + group, mask=there, other=0).to(tl.float32)
+            first = ((codes & 15).to(tl.float32) - zero) * scale
+            second = ((codes >> 4).to(tl.float32) - zero) * scale
         has_x = has_row & (at[None, :] < pairs)
         even = tl.load(x_row + 2 * at[None, :], mask=has_x, other=0.0)
         odd = tl.load(x_row + 2 * at[None, :] + 1, mask=has_x, other=0.0)

@@ -20,7 +20,7 @@ from typing_extensions import override
 from engine.kernels import triton_recurrent
 from engine.kernels.base import GroupedProduct, TorchKernels
 from engine.kernels.recurrent import StateRows
-from engine.kernels.triton_coded import TritonFp8Linear, TritonInt4Linear
+from engine.kernels.triton_coded import TritonFourBitLinear, TritonFp8Linear
 from engine.kernels.triton_experts import TritonGroupedProduct
 from engine.kernels.triton_launch import ceil_div, kept, next_power_of_2
 from engine.kernels.triton_linear import TritonInt8Linear, quantise_rows_in_one_pass
@@ -45,8 +45,8 @@ class TritonKernels(TorchKernels):
         return TritonInt8Linear(weight, scale)
 
     @override
-    def int4_linear(self, codes: Tensor, scale: Tensor, zero: Tensor) -> LinearMethod | None:
-        return TritonInt4Linear(codes, scale, zero) if TritonInt4Linear.supports(codes, scale) else None
+    def four_bit_linear(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> LinearMethod | None:
+        return TritonFourBitLinear(codes, scale, zero) if TritonFourBitLinear.supports(codes, scale) else None
 
     @override
     def fp8_linear(self, weight: Tensor, scale: Tensor) -> LinearMethod | None:

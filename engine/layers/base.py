@@ -66,7 +66,8 @@ class WeightRule:
     shape: on disk. transposed: stored as [in, out]. packed: four bytes in an int32. scale: of a quantised weight, one
     number for each row, which a checkpoint may hold in other shapes. index: of the entry of a tensor that holds
     several parameters stacked, None = it holds this one alone; shape is that of the entry.
-    recipe: the parameter is made of several tensors, whose names begin with `name`; shape is the parameter's.
+    recipe: the parameter is made of several tensors, or entries of these, whose names begin with `stem`; shape is the
+    parameter's.
     """
 
     name: str
@@ -80,14 +81,19 @@ class WeightRule:
     recipe: Recipe | None = None
 
     @property
+    def stem(self) -> str:
+        """What the names of a recipe's tensors begin with: tensors of all experts are no module's."""
+        return f"{self.name}." if self.index is None else f"{self.name}_"
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Names of all tensors that must be there."""
-        return (self.name,) if self.recipe is None else tuple(f"{self.name}.{leaf}" for leaf in self.recipe.tensors)
+        return (self.name,) if self.recipe is None else tuple(f"{self.stem}{leaf}" for leaf in self.recipe.tensors)
 
     @property
     def spare_names(self) -> tuple[str, ...]:
         """Names of tensors that may be there beside them."""
-        return () if self.recipe is None else tuple(f"{self.name}.{leaf}" for leaf in self.recipe.spare)
+        return () if self.recipe is None else tuple(f"{self.stem}{leaf}" for leaf in self.recipe.spare)
 
 
 class MadeTensors(Protocol):
@@ -189,7 +195,9 @@ def weight_rules(model: nn.Module, names: Names) -> Iterator[WeightRule]:
         transposed = leaf == "weight" and is_transposed(names, module)
         found = checkpoint_names(names, module)
         if isinstance(_named(names, module), Stacked):
-            yield _stacked(found[0] if leaf == "weight" else f"{found[0]}_bias", target, parameter, transposed)
+            recipe = None if method is None else method.recipe(leaf, parameter.full_shape())
+            name = f"{found[0]}_bias" if leaf == "bias" else found[0]
+            yield _stacked(name, target, parameter, transposed and recipe is None, recipe)
             continue
         parts = [None] if len(found) == 1 else [piece.key for piece in parameter.pieces]
         for name, part in zip(found, parts, strict=True):
@@ -211,10 +219,13 @@ def weight_rules(model: nn.Module, names: Names) -> Iterator[WeightRule]:
             )
 
 
-def _stacked(name: str, target: str, parameter: ShardedParameter, transposed: bool) -> WeightRule:
+def _stacked(
+    name: str, target: str, parameter: ShardedParameter, transposed: bool, recipe: Recipe | None = None
+) -> WeightRule:
     """Return the rule of one expert's parameter, which a checkpoint holds together with those of all others."""
     shape, index = parameter.full_shape(), int(LAYER_NUMBER.findall(target)[-1])
-    return WeightRule(name, target, shape[::-1] if transposed else shape, transposed=transposed, index=index)
+    on_disk = shape[::-1] if transposed else shape
+    return WeightRule(name, target, on_disk, transposed=transposed, index=index, recipe=recipe)
 
 
 def stacked_where_stored(

@@ -34,7 +34,6 @@ from engine.loader.weights import names_on_disk, refuse_tensors
 from engine.models.blueprint import blueprint
 from engine.models.causal_lm import CausalLM
 from engine.models.text_halves import text_names
-from engine.quantization.config import is_mxfp4
 from engine.quantization.made_int4 import quantised_int4
 from engine.quantization.method import scale_dtype
 from engine.quantization.select import METHODS, made_at_load, quantize, quantized_layers
@@ -98,7 +97,7 @@ def _quantised_tensors(
     model: ModelFolder, checkpoint: Checkpoint, spec: QuantizationSpec
 ) -> dict[str, tuple[int, ...]]:
     """Return the names on disk of the weights to quantise, with the shapes that config.json makes them."""
-    if model.config.quantization is not None or is_mxfp4(model.config.raw):
+    if model.config.quantization is not None:
         raise CheckpointError(f"{model.path}: the checkpoint is quantised already; give the unquantised one")
     built = blueprint(model.config)
     if not built.names:

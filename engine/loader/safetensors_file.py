@@ -79,7 +79,15 @@ class TensorOnDisk(WeightSource):
         return TensorOnDisk(self.file, self.name, torch.uint8, shape, self.start)
 
     def entry(self, index: int) -> TensorOnDisk:
-        """Return what lies at one index of the first axis, as a tensor of the other axes."""
+        """Return what lies at one index of the first axis, as a tensor of the other axes.
+
+        Raises `CheckpointError` where there are not so many.
+        """
+        if not self.shape or index >= self.shape[0]:
+            raise CheckpointError(
+                f"{self.file.path}: tensor {self.name} has shape {list(self.shape)}; config.json wants more than "
+                f"{index} along its first axis"
+            )
         shape = self.shape[1:]
         start = self.start + index * math.prod(shape) * self.dtype.itemsize
         return TensorOnDisk(self.file, self.name, self.dtype, shape, start)

@@ -23,7 +23,6 @@ from engine.models.blueprint import blueprint, build_model
 from engine.models.causal_lm import CausalLM
 from engine.models.config import ModelConfig
 from engine.models.text_halves import text_names
-from engine.quantization.mxfp4 import Mxfp4Experts
 from engine.quantization.select import quantize
 from engine.quantization.spec import QuantizationSpec
 from parallel.group import Group
@@ -247,8 +246,6 @@ def _load_converted(model: CausalLM, rules: list[WeightRule], held: Stored, chec
         by_name[rule.name].append(rule)
     _fill(model, [rule for rule in rules if rule.name in held.plain], checkpoint, held.plain)
     found = set(held.plain)
-    if (count := sum(isinstance(one, Mxfp4Experts) for one in held.made)) > 0:
-        logger.info("quantised in the checkpoint, made plain as they are loaded: %d tensors in MXFP4", count)
     for one in held.made:
         for name, tensor in one.tensors(lambda source: checkpoint.source(source)[:]).items():
             found.add(name)
@@ -305,9 +302,11 @@ def _load_by_recipe(
     """Make one parameter, or a part of it, of all that its recipe names; returns the bytes read."""
     tensors: dict[str, Tensor] = {}
     for leaf, wanted in {**recipe.tensors, **recipe.spare}.items():
-        if (name := names.get(f"{rule.name}.{leaf}")) is None:
+        if (name := names.get(f"{rule.stem}{leaf}")) is None:
             continue
         source = checkpoint.source(name)
+        if rule.index is not None:
+            source = source.entry(rule.index)
         if wanted.shape is not None and source.shape != wanted.shape:
             raise CheckpointError(
                 f"{source.file.path}: tensor {name} has shape {list(source.shape)}, config.json makes it "
@@ -320,7 +319,7 @@ def _load_by_recipe(
     try:
         made = recipe.make(tensors)
     except ValueError as error:
-        raise CheckpointError(f"{checkpoint.folder}: tensor {rule.name}.{error}") from error
+        raise CheckpointError(f"{checkpoint.folder}: tensor {rule.stem}{error}") from error
     _sharded(model.get_parameter(rule.target), rule).load(TensorSource(made), rule.part)
     return sum(tensor.nbytes for tensor in tensors.values())
 

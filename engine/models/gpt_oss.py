@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import ClassVar
 
 from torch import Tensor
 from typing_extensions import override
 
-from engine.layers.base import Build, Layer, Names, StackedConv1D, Stored
+from engine.layers.base import Build, Layer, Names, StackedConv1D
 from engine.layers.mlp import sigmoid
 from engine.layers.moe import Experts, MoE, Routing
 from engine.layers.norm import RMSNorm
@@ -18,10 +17,8 @@ from engine.models.decoder import DecoderLayer, DecoderLM, Stack
 from engine.models.gemma import layer_types
 from engine.models.llama import LLAMA_NAMES, llama_attention
 from engine.models.rope_config import read_rope
-from engine.quantization.mxfp4 import Mxfp4Experts
 
 EXPERTS = "model.layers.*.mlp.experts"
-BLOCKS, SCALES = "_blocks", "_scales"
 # What transformers assumes where config.json has no settings of the rotation.
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 
@@ -40,7 +37,7 @@ class ClampedGate(Layer):
 
 
 class GptOss(DecoderLM):
-    """GptOssForCausalLM; its experts are plain or in MXFP4, which is made plain as it is loaded."""
+    """GptOssForCausalLM; its experts are plain or in MXFP4."""
 
     names: ClassVar[Names] = LLAMA_NAMES | {
         "layers.*.attention": "model.layers.*.self_attn",
@@ -85,17 +82,3 @@ class GptOss(DecoderLM):
             for kind in layer_types(config, every=2)
         ]
         return Stack(layers, RMSNorm(hidden, eps, build), tied=hf.flag("tie_word_embeddings"))
-
-    @override
-    def stored(self, names: Iterable[str], wanted: Iterable[str]) -> Stored | None:
-        found, rules = set(names), set(wanted)
-        quantised = {name.removesuffix(BLOCKS) for name in found if name.endswith(BLOCKS)}
-        if not quantised:
-            return None
-        used = {name + end for name in quantised for end in (BLOCKS, SCALES)}
-        return Stored(
-            plain={name: name for name in rules & found},
-            made=[Mxfp4Experts(name, self.table.dtype) for name in sorted(quantised & rules)],
-            lacking=sorted((rules - found - quantised) | (used - found)),
-            unknown=sorted(found - rules - {name for name in used if name[: -len(BLOCKS)] in rules}),
-        )

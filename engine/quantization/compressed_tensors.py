@@ -19,7 +19,7 @@ FORMATS: Mapping[tuple[str, int], tuple[str, ...]] = {
     ("float", 8): ("float-quantized", "naive-quantized"),
     ("int", 8): ("int-quantized", "naive-quantized", "pack-quantized"),
     ("int", 4): ("pack-quantized",),
-    ("float", 4): ("nvfp4-pack-quantized",),
+    ("float", 4): ("nvfp4-pack-quantized", "mxfp4-pack-quantized"),
 }
 STRATEGIES: Mapping[tuple[str, int], tuple[str, ...]] = {
     ("float", 8): ("channel", "tensor", "block"),
@@ -27,6 +27,7 @@ STRATEGIES: Mapping[tuple[str, int], tuple[str, ...]] = {
     ("int", 4): ("group", "channel"),
     ("float", 4): ("tensor_group", "group"),
 }
+GROUPS = {"nvfp4": 16, "mxfp4": 32}
 REORDERED = ("group", "dynamic")
 IN_ORDER = (None, False, "weight", "static")
 
@@ -67,9 +68,10 @@ def _group(group: Any, layout: Any, ignore: tuple[str, ...]) -> QuantizationSpec
     if kind == ("int", 8):
         return replace(spec, weights="int8", packed=layout == "pack-quantized")
     if kind == ("float", 4):
-        if weights.get("group_size") != 16:
-            refuse(f"{WHERE}NVFP4 with group_size = {weights.get('group_size')!r}")
-        return replace(spec, weights="nvfp4", layout=layout, group=16)
+        name = layout.removesuffix("-pack-quantized")
+        if weights.get("group_size") != GROUPS[name]:
+            refuse(f"{WHERE}{name.upper()} with group_size = {weights.get('group_size')!r}")
+        return replace(spec, weights=name, layout=layout, group=GROUPS[name])
     return replace(
         spec,
         weights="int4",

@@ -12,7 +12,7 @@ from engine.quantization.spec import FIELD, QuantizationSpec, group_in, names_in
 
 logger = logging.getLogger(__name__)
 
-GROUP_OF_NVFP4 = 16
+GROUP_OF_NVFP4, GROUP_OF_MXFP4 = 16, 32
 GPTQ_LAYOUTS = ("gptq", "gptq_v2")
 SKIP = "-:"  # GPTQModel's `dynamic`: modules that this and a regular expression names are not quantised
 
@@ -39,7 +39,10 @@ def read_quantization(values: Mapping[str, Any]) -> QuantizationSpec | None:
     if method in readers:
         return readers[method](found)
     if is_mxfp4(values):
-        return None  # made plain as it is loaded, by the family that has such experts
+        ignore = names_in(found, "modules_to_not_convert")
+        return QuantizationSpec(
+            "mxfp4", "mxfp4", ignore=ignore, layout="blocks", group=GROUP_OF_MXFP4, targets=("*.experts.*",)
+        )
     return refuse(f".quant_method = {method!r}")
 
 

@@ -1,6 +1,7 @@
 """How checkpoints hold weights in four bits by groups, and the one form that they are brought into.
 
-That form, of a weight [out, in] whose groups of adjacent inputs share a scale: w = (code - zero) * scale.
+That form, of a weight [out, in] whose groups of adjacent inputs share a scale: w = (code - zero) * scale, or, where
+codes are numbers of E2M1 (sign, two bits of exponent, one of mantissa) and there are no zeros, E2M1[code] * scale.
 
     codes  [out, in / 2] uint8, two codes of 0 to 15 in each, that of the even input in the low half
     scale  [out, groups] float32
@@ -22,6 +23,8 @@ PER_WORD = 8  # codes of 4 bits in an int32
 MIDDLE = 8  # the zero of a symmetric weight
 INT32 = (torch.int32,)
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
+SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*SIZES, *(-size for size in SIZES))
 
 Tensors = Mapping[str, Tensor]
 
@@ -31,9 +34,11 @@ class Layout(ABC):
 
     group: inputs that share a scale. reordered: whether these are not adjacent; then codes, scales and zeros are
     those of the inputs in the order that `order` returns. outputs_in_words: whether eight outputs lie in one int32.
+    floats: whether codes are numbers of E2M1, and there are no zeros.
     """
 
     outputs_in_words: ClassVar[bool] = False
+    floats: ClassVar[bool] = False
 
     def __init__(self, group: int, *, reordered: bool = False) -> None:
         self.group = group
@@ -41,7 +46,7 @@ class Layout(ABC):
 
     def why_not(self, outs: int, ins: int) -> str | None:
         """Return why no weight of this size is held so, None where one can be."""
-        if ins % PER_WORD:
+        if ins % PER_WORD and not self.floats:
             return f"{ins} inputs are no multiple of {PER_WORD}, which lie in one int32"
         if ins % self.group:
             return f"its {ins} inputs are no multiple of group_size = {self.group}"
@@ -57,9 +62,9 @@ class Layout(ABC):
         tensors = read_as("scales", (ins // self.group, outs), SCALES)
         return Recipe(tensors, lambda read: checked(read["scales"], "scales").t())
 
-    @abstractmethod
     def zeros(self, outs: int, ins: int) -> Recipe:
-        """Return how the zeros are made: [outs, groups]."""
+        """Return how the zeros are made: [outs, groups]. All are 8, unless a layout says otherwise."""
+        return Recipe({}, lambda _: torch.full((outs, ins // self.group), MIDDLE, dtype=torch.uint8))
 
     def order(self, ins: int) -> Recipe:
         """Return how the order of the inputs is made: [1, ins] int64."""
@@ -105,9 +110,13 @@ def read_as(name: str, shape: tuple[int, ...] | None, dtypes: tuple[torch.dtype,
 
 
 @torch.no_grad()
-def dequantised(codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the plain weight [out, in] of the form above, each rounded once from fp32."""
+def dequantised(codes: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the plain weight [out, in] of the form above, each rounded once from fp32. zero: None for E2M1."""
     outs, groups = scale.shape
-    whole = torch.stack((codes & 0xF, codes >> 4), dim=-1).view(outs, groups, -1)
-    plain = whole.to(torch.float32).sub_(zero.unsqueeze(-1)).mul_(scale.unsqueeze(-1))
-    return plain.view(outs, -1).to(dtype)
+    both = torch.stack((codes & 0xF, codes >> 4), dim=-1).view(outs, groups, -1)
+    if zero is None:
+        numbers = torch.tensor(E2M1, device=codes.device)
+        plain = numbers.index_select(0, both.flatten().int()).view(both.shape)
+    else:
+        plain = both.to(torch.float32).sub_(zero.unsqueeze(-1))
+    return plain.mul_(scale.unsqueeze(-1)).view(outs, -1).to(dtype)

@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from engine.errors import ConfigError
-from engine.quantization.int4 import Int4Linear, layout_of
+from engine.quantization.four_bits import FourBitLinear, layout_of
 from engine.quantization.layout import MIDDLE, halves
 from engine.quantization.method import ROWS, scale_dtype, shared_by
 from parallel.linear import ParallelLinear
@@ -52,7 +52,7 @@ def why_not(ins: int, group: int) -> str | None:
     return f"{ins} inputs are no multiple of {FIELD}={group}; {instead}"
 
 
-class MadeInt4Linear(Int4Linear):
+class MadeInt4Linear(FourBitLinear):
     """Takes the plain weight and, once that is loaded, holds it in four bits."""
 
     loads_plain = True

@@ -1,50 +1,47 @@
-"""Weights in MXFP4, made plain as they are loaded.
+"""MXFP4: numbers of four bits (E2M1) in groups of 32 that share a power of two.
 
-Source: OCP Microscaling Formats (MX) Specification 1.0: blocks of 32 numbers of 4 bits (E2M1) share a power of two.
+Source: OCP Microscaling Formats (MX) Specification 1.0. Exponents are uint8, counted from -127; 255 is no number. Of
+two numbers in a byte the first is in the low half.
+
+    gpt-oss, all experts in one tensor  blocks [out, groups, 16] uint8, scales [out, groups], of each expert
+    mxfp4-pack-quantized                weight_packed [out, in / 2] uint8, weight_scale [out, groups]
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-# What the 4 bits stand for: sign, two bits of exponent, one of mantissa.
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-EXPONENT_BIAS = 127
-ROWS_AT_ONCE = 1 << 14
+from engine.quantization.layout import Layout, Tensors, checked, read_as
+from parallel.parameter import Recipe
 
-
-def dequantise_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the plain weights: [..., 32 * number of blocks].
-
-    blocks: [..., number of blocks, 16] uint8, each two numbers, the first one in the low half. scales:
-    [..., number of blocks] uint8, exponents of 2 counted from -127.
-    """
-    values = torch.tensor([*MAGNITUDES, *(-each for each in MAGNITUDES)], dtype=dtype)
-    flat = blocks.reshape(-1, blocks.shape[-1])
-    exponents = scales.reshape(-1, 1).int() - EXPONENT_BIAS
-    found = torch.empty(len(flat), flat.shape[1], 2, dtype=dtype)
-    for first in range(0, len(flat), ROWS_AT_ONCE):
-        part = slice(first, first + ROWS_AT_ONCE)
-        halves = torch.stack((flat[part] & 0xF, flat[part] >> 4), dim=-1).int()
-        torch.ldexp(values[halves], exponents[part].unsqueeze(-1), out=found[part])
-    return found.view(*blocks.shape[:-2], -1)
+GROUP = 32
+BYTES = (torch.uint8,)
+EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 
 
-@dataclass(frozen=True, slots=True)
-class Mxfp4Experts:
-    """The weights of a layer's experts, which a checkpoint holds as `name`_blocks and `name`_scales.
+class Mxfp4(Layout):
+    """in_blocks: whether tensors are those of gpt-oss."""
 
-    Made transposed, [experts, in, out], as checkpoints that are not quantised hold them.
-    """
+    floats: ClassVar[bool] = True
 
-    name: str
-    dtype: torch.dtype
+    def __init__(self, *, in_blocks: bool) -> None:
+        super().__init__(GROUP)
+        self._codes, self._scale = ("blocks", "scales") if in_blocks else ("weight_packed", "weight_scale")
+        self._in_blocks = in_blocks
 
-    def tensors(self, read: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
-        """Return them by their name in the rules. read: returns a tensor of the checkpoint by its name."""
-        plain = dequantise_mxfp4(read(f"{self.name}_blocks"), read(f"{self.name}_scales"), self.dtype)
-        return {self.name: plain.transpose(1, 2)}
+    @override
+    def codes(self, outs: int, ins: int) -> Recipe:
+        shape = (outs, ins // GROUP, GROUP // 2) if self._in_blocks else (outs, ins // 2)
+        return Recipe(read_as(self._codes, shape, BYTES), lambda read: read[self._codes].flatten(1))
+
+    @override
+    def scales(self, outs: int, ins: int) -> Recipe:
+        def make(read: Tensors) -> Tensor:
+            exponents = read[self._scale].contiguous().view(torch.float8_e8m0fnu)
+            return checked(exponents, self._scale)
+
+        return Recipe(read_as(self._scale, (outs, ins // GROUP), EXPONENTS), make)

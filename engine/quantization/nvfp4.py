@@ -1,4 +1,4 @@
-"""Weights in NVFP4, made plain as they are loaded: numbers of 4 bits (E2M1) in groups of 16 that share an e4m3 scale.
+"""NVFP4: numbers of four bits (E2M1) in groups of 16 that share an e4m3 scale, and all of them one in fp32.
 
     modelopt               weight [out, in / 2] uint8, weight_scale [out, in / 16] e4m3, weight_scale_2 fp32
     nvfp4-pack-quantized   weight_packed, weight_scale likewise, weight_global_scale fp32, by which is divided
@@ -8,46 +8,42 @@ Of two numbers in a byte the first is in the low half.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from engine.errors import CheckpointError
 from engine.kernels.base import E4M3
-from engine.quantization.layout import checked, read_as
-from engine.quantization.mxfp4 import MAGNITUDES
-from engine.quantization.spec import FIELD, QuantizationSpec
-from parallel.parameter import Recipe, StoredTensor
+from engine.quantization.layout import Layout, Tensors, checked, read_as
+from parallel.parameter import Recipe
+
+GROUP = 16
 
 
-def plain_nvfp4(spec: QuantizationSpec, outs: int, ins: int, dtype: torch.dtype) -> Recipe:
-    """Return how a plain weight [out, in] is made. Raises `CheckpointError` for a size that is not stored so."""
-    if ins % spec.group:
-        raise CheckpointError(
-            f"{FIELD}: a weight [{outs}, {ins}] cannot be stored so: its {ins} inputs are no multiple of {spec.group}"
-        )
-    modelopt = spec.layout == "modelopt"
-    codes, whole = ("weight", "weight_scale_2") if modelopt else ("weight_packed", "weight_global_scale")
-    tensors: dict[str, StoredTensor] = {
-        **read_as(codes, (outs, ins // 2), (torch.uint8,)),
-        **read_as("weight_scale", (outs, ins // spec.group), (E4M3,)),
-        **read_as(whole, None, (torch.float32,)),
-    }
+class Nvfp4(Layout):
+    """modelopt: whether tensors are those of modelopt."""
 
-    def make(read: Mapping[str, Tensor]) -> Tensor:
-        scale, all_of_it = checked(read["weight_scale"], "weight_scale"), checked(read[whole], whole)
-        if all_of_it.numel() != 1 or not bool(all_of_it > 0):
-            raise ValueError(f"{whole} is no positive number")
-        scale = scale * all_of_it if modelopt else scale / all_of_it
-        return _dequantised(read[codes], scale, dtype)
+    floats: ClassVar[bool] = True
 
-    return Recipe(tensors, make)
+    def __init__(self, *, modelopt: bool) -> None:
+        super().__init__(GROUP)
+        self._modelopt = modelopt
+        self._codes = "weight" if modelopt else "weight_packed"
+        self._whole = "weight_scale_2" if modelopt else "weight_global_scale"
 
+    @override
+    def codes(self, outs: int, ins: int) -> Recipe:
+        return Recipe(read_as(self._codes, (outs, ins // 2), (torch.uint8,)), lambda read: read[self._codes])
 
-def _dequantised(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """[out, in / 2] uint8 and [out, groups] fp32 -> [out, in]."""
-    values = torch.tensor([*MAGNITUDES, *(-each for each in MAGNITUDES)])
-    numbers = torch.stack((values[(codes & 0xF).int()], values[(codes >> 4).int()]), dim=-1)
-    outs, groups = scale.shape
-    return numbers.view(outs, groups, -1).mul_(scale.unsqueeze(-1)).view(outs, -1).to(dtype)
+    @override
+    def scales(self, outs: int, ins: int) -> Recipe:
+        tensors = read_as("weight_scale", (outs, ins // GROUP), (E4M3,))
+
+        def make(read: Tensors) -> Tensor:
+            scale, whole = checked(read["weight_scale"], "weight_scale"), checked(read[self._whole], self._whole)
+            if whole.numel() != 1 or not bool(whole > 0):
+                raise ValueError(f"{self._whole} is no positive number")
+            return scale * whole if self._modelopt else scale / whole
+
+        return Recipe(tensors | read_as(self._whole, None, (torch.float32,)), make)

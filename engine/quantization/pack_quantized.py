@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from engine.quantization.layout import (
     INT32,
-    MIDDLE,
     PER_WORD,
     SCALES,
     Layout,
@@ -61,10 +60,9 @@ class PackQuantized(Layout):
 
     @override
     def zeros(self, outs: int, ins: int) -> Recipe:
-        groups = ins // self.group
         if not self._asymmetric:
-            return Recipe({}, lambda _: torch.full((outs, groups), MIDDLE, dtype=torch.uint8))
-        tensors = read_as("weight_zero_point", (-(-outs // PER_WORD), groups), INT32)
+            return super().zeros(outs, ins)
+        tensors = read_as("weight_zero_point", (-(-outs // PER_WORD), ins // self.group), INT32)
         return Recipe(tensors, lambda read: unpacked(read["weight_zero_point"], 0)[:outs])
 
     @override

@@ -19,14 +19,13 @@ from engine.kernels.product_choice import ProductChoice
 from engine.layers.base import Names, checkpoint_names, is_stacked, is_transposed
 from engine.layers.embedding import ParallelLMHead
 from engine.layers.mla import HeadProducts
+from engine.quantization.four_bits import FourBitLinear, plain_four_bits
 from engine.quantization.fp8 import LEAST_CAPABILITY, Fp8Linear
 from engine.quantization.fp8_weight import Fp8BlockLinear, Fp8WeightLinear, plain_eight_bits
-from engine.quantization.int4 import Int4Linear, plain_int4
 from engine.quantization.int8 import Int8Linear
 from engine.quantization.made_int4 import MadeInt4Linear
 from engine.quantization.method import ChannelLinear, QuantizedLinear
-from engine.quantization.nvfp4 import plain_nvfp4
-from engine.quantization.spec import QuantizationSpec
+from engine.quantization.spec import FOUR_BITS, QuantizationSpec
 from engine.quantization.widened import MadePlain
 from parallel.linear import LinearMethod, ParallelLinear, PlainLinear
 
@@ -36,7 +35,7 @@ logger = logging.getLogger(__name__)
 METHODS: Mapping[str, type[ChannelLinear]] = {"fp8": Fp8Linear, "int8": Int8Linear}
 MADE_AT_LOAD = (*METHODS, "int4")
 # How plain weights are made of quantised ones.
-MADE_PLAIN = {"fp8": plain_eight_bits, "int8": plain_eight_bits, "int4": plain_int4, "nvfp4": plain_nvfp4}
+MADE_PLAIN = {"fp8": plain_eight_bits, "int8": plain_eight_bits, **dict.fromkeys(FOUR_BITS, plain_four_bits)}
 
 
 def quantization_of(config: EngineConfig, stored: QuantizationSpec | None) -> QuantizationSpec | None:
@@ -124,13 +123,16 @@ def quantize(layers: nn.Module, prefix: str, names: Names, quantization: Quantiz
             )
         if (spec := specs[0]) is None:
             continue
-        if spec.stored and (is_transposed(names, path) or is_stacked(names, path)):
+        if spec.in_blocks and not is_stacked(names, path):
+            raise CheckpointError(
+                f"config.json: quantization_config of {found[0]}: mxfp4 is for experts in one tensor, as in gpt-oss"
+            )
+        if spec.stored and not spec.in_blocks and (is_transposed(names, path) or is_stacked(names, path)):
             kind = "experts in one tensor" if is_stacked(names, path) else "a Conv1D"
             raise CheckpointError(f"config.json: quantization_config of {found[0]}, {kind}, is not supported")
         if isinstance(layer, ParallelLinear):
-            layer.method = _method_of(spec, layer)
+            layer.method = _method_of(spec)
             layer.method.create(layer, path)
-            plain.update([spec.weights] if isinstance(layer.method, MadePlain) else [])
         elif spec.stored:
             layer.holding = MadePlain(layer.weight, partial(MADE_PLAIN[spec.weights], spec))
             plain.update([spec.weights])
@@ -139,12 +141,10 @@ def quantize(layers: nn.Module, prefix: str, names: Names, quantization: Quantiz
         logger.info("quantised in the checkpoint, made plain as they are loaded: %s", counts)
 
 
-def _method_of(spec: QuantizationSpec, layer: ParallelLinear) -> LinearMethod:
+def _method_of(spec: QuantizationSpec) -> LinearMethod:
     """Return the method of a layer that is not loaded yet."""
-    if spec.weights == "int4":
-        return Int4Linear(spec) if spec.stored else MadeInt4Linear(spec)
-    if spec.weights == "nvfp4":
-        return MadePlain(layer.weight, partial(plain_nvfp4, spec))
+    if spec.weights in FOUR_BITS:
+        return FourBitLinear(spec) if spec.stored else MadeInt4Linear(spec)
     if spec.block is not None:
         return Fp8BlockLinear(spec)
     if spec.weights == "fp8" and spec.plain_activations:

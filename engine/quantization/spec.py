@@ -12,23 +12,25 @@ from engine.errors import CheckpointError
 
 FIELD = "config.json: quantization_config"
 SERVED = (
-    "served are compressed-tensors (int8 per channel, int4 by group, fp8 per tensor, channel and block, NVFP4), fp8 "
-    "with or without weight_block_size, GPTQ and AWQ in 4 bits, modelopt's FP8 and NVFP4, MXFP4 of gpt-oss. Or take "
-    "the unquantised checkpoint with --quantization int8 or int4, or fp8 on a GPU"
+    "served are compressed-tensors (int8 per channel, int4 by group, fp8 per tensor, channel and block, NVFP4, "
+    "MXFP4), fp8 with or without weight_block_size, GPTQ and AWQ in 4 bits, modelopt's FP8 and NVFP4, MXFP4 of "
+    "gpt-oss. Or take the unquantised checkpoint with --quantization int8 or int4, or fp8 on a GPU"
 )
 LINEAR = "Linear"
+FOUR_BITS = ("int4", "nvfp4", "mxfp4")
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationSpec:
     """How linear layers are held; embeddings and output head stay as they are.
 
-    method: the name of `--quantization`. weights: "fp8" (e4m3), "int8", "int4", or "nvfp4", which is made plain as it
-    is loaded. stored: in the checkpoint, else made as plain weights are loaded. ignore: modules that stay plain, by
-    their names in the checkpoint, parts of these between dots, patterns with *, or "re:" and a regular expression.
+    method: the name of `--quantization`. weights: "fp8" (e4m3), "int8", "int4", "nvfp4", "mxfp4". stored: in the
+    checkpoint, else made as plain weights are loaded. ignore: modules that stay plain, by their names in the
+    checkpoint, parts of these between dots, patterns with *, or "re:" and a regular expression.
     packed: int8 alone: four in an int32 on disk, counted from -128.
     plain_activations: fp8 alone: whether only the weights are multiplied in fp8, not the activations.
-    layout: how four bits lie on disk: "pack-quantized", "gptq", "gptq_v2", "awq"; "nvfp4-pack-quantized", "modelopt".
+    layout: how four bits lie on disk: "pack-quantized", "gptq", "gptq_v2", "awq"; "nvfp4-pack-quantized", "modelopt";
+    "mxfp4-pack-quantized", or "blocks", experts of gpt-oss alone.
     group: inputs that share a scale; 0 = all. block: outputs and inputs that share a scale of fp8; None = each output
     has one, or all share it. scale_name: of scales on disk. zeros: whether compressed-tensors has zero points.
     reordered: whether groups are of inputs in another order (GPTQ's desc_act).
@@ -56,6 +58,11 @@ class QuantizationSpec:
         return (self, *self.others)
 
     @property
+    def in_blocks(self) -> bool:
+        """Whether the experts of a layer lie in one tensor, as in gpt-oss."""
+        return self.layout == "blocks"
+
+    @property
     def in_fp8(self) -> bool:
         """Whether any layer multiplies fp8 by fp8, which matrix units of GPUs do."""
         return any(each.weights == "fp8" and not each.block and not each.plain_activations for each in self.all)
@@ -69,7 +76,7 @@ class QuantizationSpec:
     def widened(self) -> bool:
         """Whether any layer's weights are made plain for each product."""
         in_fp8 = (bool(each.block) or each.plain_activations for each in self.all if each.weights == "fp8")
-        return any(in_fp8) or any(each.weights == "int4" for each in self.all)
+        return any(in_fp8) or any(each.weights in FOUR_BITS for each in self.all)
 
     def of(self, name: str) -> QuantizationSpec | None:
         """Return what a module of the checkpoint is held by, None where it stays plain."""

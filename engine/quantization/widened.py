@@ -99,6 +99,12 @@ class ReorderedLinear(LinearMethod):
         yield from self._inner.tensors()
 
 
-def widened_codes(codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Callable[[int, int], Tensor]:
-    """Return what makes rows of a weight in four bits plain."""
-    return lambda first, last: dequantised(codes[first:last], scale[first:last], zero[first:last], dtype)
+def widened_codes(
+    codes: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype
+) -> Callable[[int, int], Tensor]:
+    """Return what makes rows of a weight in four bits plain; zero: None where codes are numbers of E2M1."""
+
+    def plain(first: int, last: int) -> Tensor:
+        return dequantised(codes[first:last], scale[first:last], None if zero is None else zero[first:last], dtype)
+
+    return plain

@@ -3,7 +3,8 @@
 Compared once with the formats' own libraries. Bit for bit with what they write: compressed-tensors 0.20.0
 (pack-quantized in four bits with and without zero points, float-quantized by channel, tensor and block,
 int-quantized), AutoGPTQ 0.7.1 (with and without desc_act) and AutoAWQ 0.2.7.post3. By what compressed-tensors
-makes of them: nvfp4-pack-quantized. modelopt's NVFP4, GPTQ's v2 and `weight_g_idx` are from their descriptions alone.
+makes of them: nvfp4-pack-quantized, mxfp4-pack-quantized. modelopt's NVFP4, GPTQ's v2 and `weight_g_idx` are from
+their descriptions alone.
 """
 
 from __future__ import annotations
@@ -193,6 +194,19 @@ GPTQ_16 = GPTQ | {"group_size": 16}
 AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True, "modules_to_not_convert": ["gate"]}
 MODELOPT = {"quant_method": "modelopt", "producer": {"name": "modelopt"}}
 
+
+def mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    blocks = weight.unflatten(1, (-1, 32))
+    exponents = (blocks.abs().amax(-1).clamp(min=1e-30) / 6).log2().ceil()
+    each = exponents.exp2()[..., None]
+    numbers = torch.tensor(FP4)
+    nearest = ((blocks / each).abs()[..., None] - numbers).abs().argmin(-1)
+    codes = (nearest + 8 * (blocks < 0)).flatten(1).to(torch.uint8)
+    packed = codes[:, ::2] + 16 * codes[:, 1::2]
+    stored = {"weight_packed": packed, "weight_scale": (exponents + 127).to(torch.uint8)}
+    return stored, (numbers[nearest] * blocks.sign() * each).flatten(1)
+
+
 FORMATS: dict[str, tuple[Mapping[str, object], Maker]] = {
     "int8": (compressed("int", 8, "int-quantized", "channel", activations=INT8_TOKENS), int8),
     "int4": (compressed("int", 4, "pack-quantized", "group", group_size=32), pack_quantized(32)),
@@ -220,6 +234,7 @@ FORMATS: dict[str, tuple[Mapping[str, object], Maker]] = {
     ),
     "modelopt nvfp4": (MODELOPT | {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}, nvfp4(True)),
     "nvfp4": (compressed("float", 4, "nvfp4-pack-quantized", "tensor_group", group_size=16), nvfp4(False)),
+    "mxfp4": (compressed("float", 4, "mxfp4-pack-quantized", "group", group_size=32), mxfp4),
 }
 # One rank alone: groups have inputs of all.
 REORDERED: dict[str, tuple[Mapping[str, object], Maker]] = {

@@ -76,13 +76,11 @@ def test_layers_of_one_model_may_be_held_in_unlike_ways(models, tmp_path):
     runner = ModelRunner(config(tmp_path / "stored", dtype="float32"), SoloGroup())
     check(oracle(tmp_path), Stepper(runner).generate)
     held = Counter(type(part.method).__name__ for part in runner.model.layers.modules() if hasattr(part, "method"))
-    assert (held["Int4Linear"] + held["NativeInt4Linear"], held["Fp8WeightLinear"] + held["NativeFp8Linear"]) == (
-        5,
-        6,
-    )
+    assert held["FourBitLinear"] + held["NativeFourBitLinear"] == 5
+    assert held["Fp8WeightLinear"] + held["NativeFp8Linear"] == 6
 
 
-@pytest.mark.parametrize("kind", ["gptq", "fp8 block", "nvfp4"])
+@pytest.mark.parametrize("kind", ["gptq", "fp8 block", "nvfp4", "mxfp4"])
 def test_in_bfloat16_a_token_has_the_same_logits_alone_and_in_company(models, tmp_path, kind):
     model, asked = made(models, tmp_path, "qwen3_moe", kind)
     runner = ModelRunner(replace(asked, dtype="bfloat16"), SoloGroup())

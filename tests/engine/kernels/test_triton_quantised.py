@@ -101,7 +101,7 @@ def test_few_rows_with_weights_of_four_bits(dtype, rows, outs, ins, group):
     zero = torch.randint(0, 17, scale.shape, generator=generator).to(DEVICE, torch.uint8)
     wide, bias = some(rows, ins + 3, dtype=dtype), some(outs, dtype=dtype, seed=3)
     x = wide[:, :ins]
-    method = TritonKernels().int4_linear(codes, scale, zero)
+    method = TritonKernels().four_bit_linear(codes, scale, zero)
     plain = dequantised(codes, scale, zero, dtype).double()
     check(method, x, bias, plain)
 

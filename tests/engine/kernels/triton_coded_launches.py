@@ -2,16 +2,16 @@
 
 import torch
 
-from engine.kernels.triton_coded import TritonFp8Linear, TritonInt4Linear
+from engine.kernels.triton_coded import TritonFourBitLinear, TritonFp8Linear
 from tests.triton_compiler import instead_of_launching, show
 
 OUTS, INS = 4096, 12288  # of Qwen3-8B: the way back of an MLP
 
 
-def int4(group: int) -> TritonInt4Linear:
+def int4(group: int) -> TritonFourBitLinear:
     groups = INS // group
     zero = torch.full((OUTS, groups), 8, dtype=torch.uint8)
-    return TritonInt4Linear(torch.zeros(OUTS, INS // 2, dtype=torch.uint8), torch.ones(OUTS, groups), zero)
+    return TritonFourBitLinear(torch.zeros(OUTS, INS // 2, dtype=torch.uint8), torch.ones(OUTS, groups), zero)
 
 
 def fp8(*blocks: int) -> TritonFp8Linear:

@@ -12,18 +12,19 @@ from engine.errors import CheckpointError, ConfigError
 from engine.kernels import compiler
 from engine.kernels.base import GroupedProduct, Kernels, TorchKernels
 from engine.kernels.native import native_library
-from engine.kernels.native_linear import NativeFp8Linear, NativeInt4Linear, NativeLinear
+from engine.kernels.native_linear import NativeFourBitLinear, NativeFp8Linear, NativeLinear
 from engine.kernels.select import select_kernels
 from engine.layers.base import Build
 from engine.layers.mlp import Gate
 from engine.layers.moe import Experts
 from engine.models.blueprint import BlueprintGroup
 from engine.quantization import widened
+from engine.quantization.four_bits import FourBitLinear, TorchInt4Linear
 from engine.quantization.fp8_weight import Fp8BlockLinear, Fp8WeightLinear
-from engine.quantization.int4 import Int4Linear, TorchInt4Linear
 from engine.quantization.layout import dequantised
+from engine.quantization.method import QuantizedLinear
 from engine.quantization.select import choose_products
-from engine.quantization.spec import QuantizationSpec
+from engine.quantization.spec import FOUR_BITS, QuantizationSpec
 from engine.worker.footprint import MetaGroupedProduct
 from parallel.group import SoloGroup
 from parallel.linear import LinearMethod, MergedColumnParallelLinear, RowParallelLinear
@@ -31,6 +32,8 @@ from parallel.parameter import TensorSource
 
 GROUP = SoloGroup()
 INT4 = QuantizationSpec("gptq", "int4", layout="gptq", group=32)
+NVFP4 = QuantizationSpec("modelopt", "nvfp4", layout="modelopt", group=16)
+MXFP4 = QuantizationSpec("compressed-tensors", "mxfp4", layout="mxfp4-pack-quantized", group=32)
 FP8 = QuantizationSpec("compressed-tensors", "fp8", plain_activations=True)
 BLOCKS = QuantizationSpec("fp8", "fp8", block=(48, 32), scale_name="weight_scale_inv")
 OUTS, INS = 192, 320  # 144 and 48 outputs: blocks of 48, while 64 outputs are made plain at a time
@@ -41,11 +44,16 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def method_of(spec: QuantizationSpec) -> QuantizedLinear:
+    if spec.weights in FOUR_BITS:
+        return FourBitLinear(spec)
+    return Fp8BlockLinear(spec) if spec.block else Fp8WeightLinear(spec)
+
+
 def filled(spec: QuantizationSpec, dtype: torch.dtype = torch.float32) -> tuple[MergedColumnParallelLinear, Tensor]:
     """Return a layer of two parts that holds random weights, and what they stand for."""
     layer = MergedColumnParallelLinear(INS, [OUTS - 48, 48], True, GROUP, dtype)
-    form = {"int4": Int4Linear}.get(spec.weights, Fp8BlockLinear if spec.block else Fp8WeightLinear)
-    layer.method = form(spec)
+    layer.method = method_of(spec)
     layer.method.create(layer, "layer")
     generator = torch.Generator().manual_seed(1)
     for parameter in (layer.weight, layer.weight_scale, getattr(layer, "weight_zero", None), layer.bias):
@@ -61,8 +69,9 @@ def filled(spec: QuantizationSpec, dtype: torch.dtype = torch.float32) -> tuple[
             made = torch.rand(parameter.shape, generator=generator) + 0.5
         parameter.load(TensorSource(made))
     layer.method.load(layer)
-    if spec.weights == "int4":
-        whole = dequantised(layer.weight, layer.weight_scale, layer.weight_zero, torch.float64)
+    if spec.weights in FOUR_BITS:
+        zero = getattr(layer, "weight_zero", None)
+        whole = dequantised(layer.weight, layer.weight_scale, zero, torch.float64)
     else:
         scale = layer.weight_scale.view(len(layer.weight_scale), -1)
         rows, columns = OUTS // scale.shape[0], INS // scale.shape[1]
@@ -74,11 +83,12 @@ def kernels_of(name: str, dtype: torch.dtype) -> Kernels:
     return TorchKernels() if name == "torch" else select_kernels(64, dtype, torch.device("cpu"))
 
 
-SPECS = {"32": INT4, "16": replace(INT4, group=16), "fp8": FP8, "blocks": BLOCKS}
+SPECS = {"32": INT4, "16": replace(INT4, group=16), "mxfp4": MXFP4, "nvfp4": NVFP4, "fp8": FP8, "blocks": BLOCKS}
 CASES = [(kind, "native", dtype) for kind in SPECS for dtype in (torch.float32, torch.bfloat16)]
+CASES += [(kind, "torch", torch.float32) for kind in ("blocks", "mxfp4")]
 
 
-@pytest.mark.parametrize(("kind", "kernels", "dtype"), [*CASES, ("blocks", "torch", torch.float32)])
+@pytest.mark.parametrize(("kind", "kernels", "dtype"), CASES)
 def test_products_are_exact_and_a_row_has_the_same_bits_in_any_company(kind, kernels, dtype, monkeypatch) -> None:
     monkeypatch.setattr(widened, "PLAIN_WEIGHTS", 64 * INS)
     spec = SPECS[kind]
@@ -100,7 +110,16 @@ def test_products_are_exact_and_a_row_has_the_same_bits_in_any_company(kind, ker
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("outs", "ins", "group", "zeros"),
-    [(96, 64, 32, True), (200, 384, 128, False), (70, 1040, 1040, True), (64, 96, 16, True), (72, 768, 96, False)],
+    [
+        *[
+            (96, 64, 32, True),
+            (200, 384, 128, False),
+            (70, 1040, 1040, True),
+            (64, 96, 16, True),
+            (72, 768, 96, False),
+        ],
+        *[(200, 384, 32, None), (70, 96, 16, None)],  # of E2M1
+    ],
 )
 def test_four_bits_multiply_as_the_weights_that_they_stand_for(monkeypatch, isa, dtype, outs, ins, group, zeros):
     """With all that this CPU can be taken for: bit for bit, or more exactly where the sums of groups are scaled."""
@@ -108,14 +127,14 @@ def test_four_bits_multiply_as_the_weights_that_they_stand_for(monkeypatch, isa,
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 256, (outs, ins // 2), generator=generator).to(torch.uint8)
     scale = torch.rand(outs, ins // group, generator=generator)
-    zero = torch.full((outs, ins // group), 8, dtype=torch.uint8)
-    if zeros:
+    zero = None if zeros is None else torch.full((outs, ins // group), 8, dtype=torch.uint8)
+    if zeros and zero is not None:
         zero = torch.randint(0, 17, zero.shape, generator=generator).to(torch.uint8)
     library, single = native_library(64, dtype), native_library(64, torch.float32)
     if library is None or single is None:
         pytest.skip("there is no compiler")
-    assert NativeInt4Linear.supports(library, codes, scale)
-    method = NativeInt4Linear(library, codes, scale, zero, dtype, threads=2)
+    assert NativeFourBitLinear.supports(library, codes, scale)
+    method = NativeFourBitLinear(library, codes, scale, zero, dtype, threads=2)
     by_group = library.lanes_of_scale(ins, library.may_multiply_by_tiles()) < library.packing_depth()
     widens = dtype is torch.bfloat16 and library.packing_depth() == 1
     as_plain, by = (torch.float32, single) if widens else (dtype, library)
@@ -166,7 +185,7 @@ def test_torchs_product_takes_the_place_of_codes_and_holds_no_more_than_they_did
     before = sum(parameter.nbytes for parameter in layer.parameters())
     supported = TorchInt4Linear.supports(layer.weight, layer.weight_scale, torch.bfloat16)
     choose_products(layer, TorchKernels())
-    assert isinstance(layer.method, TorchInt4Linear if supported else Int4Linear)
+    assert isinstance(layer.method, TorchInt4Linear if supported else FourBitLinear)
     held = sum(parameter.nbytes for parameter in layer.parameters()) + sum(
         map(Tensor.nbytes.__get__, layer.method.tensors())
     )
@@ -182,7 +201,7 @@ def test_a_kernel_is_given_codes_scales_and_zeros_once() -> None:
             return torch.nn.functional.linear(x, whole.to(x.dtype), bias)
 
     class WithInt4(TorchKernels):
-        def int4_linear(self, codes: Tensor, scale: Tensor, zero: Tensor) -> LinearMethod:
+        def four_bit_linear(self, codes: Tensor, scale: Tensor, zero: Tensor) -> LinearMethod:
             given.append([(tuple(each.shape), each.dtype) for each in (codes, scale, zero)])
             return Own()
 
@@ -199,7 +218,7 @@ def test_a_kernel_is_given_codes_scales_and_zeros_once() -> None:
 def test_experts_are_multiplied_at_once_only_by_what_says_all_of_their_weights(spec) -> None:
     experts = Experts(2, 64, [32, 32], 32, Gate("silu"), Build(GROUP, torch.float32, 8))
     for layer in [*experts.up.values(), *experts.down.values()] if spec else []:
-        layer.method = Int4Linear(spec) if spec.weights == "int4" else Fp8BlockLinear(spec)
+        layer.method = method_of(spec)
         layer.method.create(layer, "layer")
 
     class Grouping(TorchKernels):
@@ -211,21 +230,21 @@ def test_experts_are_multiplied_at_once_only_by_what_says_all_of_their_weights(s
 
 
 def test_what_rounds_otherwise_is_described_otherwise() -> None:
-    found = [filled(spec)[0].method.describe() for spec in (INT4, replace(INT4, group=16), FP8, BLOCKS)]
+    found = [filled(spec)[0].method.describe() for spec in (INT4, replace(INT4, group=16), MXFP4, FP8, BLOCKS)]
     found += [filled(INT4, torch.bfloat16)[0].method.describe()]
     layer, _ = filled(INT4, torch.bfloat16)
     choose_products(layer, TorchKernels())
-    assert len(set(found)) == 4
+    assert len(set(found)) == 5
     library = native_library(64, torch.bfloat16)
     kinds = 1 if library is None or library.packing_depth() == 1 else 2  # of how many inputs are taken at a time
-    assert library is None or len(set(native_descriptions())) == 3 * kinds
+    assert library is None or len(set(native_descriptions())) == 4 * kinds
     assert not isinstance(layer.method, TorchInt4Linear) or layer.method.describe() not in found
 
 
 def native_descriptions() -> list[str]:
     """Of both dtypes: they are taken one input at a time and, where this CPU has dot products, two."""
     found = []
-    for spec in (INT4, replace(INT4, group=16), FP8):
+    for spec in (INT4, replace(INT4, group=16), MXFP4, FP8):
         for dtype in (torch.float32, torch.bfloat16):
             layer, _ = filled(spec, dtype)
             choose_products(layer, kernels_of("native", dtype))
@@ -235,7 +254,7 @@ def native_descriptions() -> list[str]:
 
 def created(spec: QuantizationSpec, ins: int, ranks: int) -> RowParallelLinear:
     layer = RowParallelLinear(ins, 64, False, BlueprintGroup(ranks), torch.float32)
-    layer.method = Int4Linear(spec) if spec.weights == "int4" else Fp8BlockLinear(spec)
+    layer.method = method_of(spec)
     layer.method.create(layer, "layers.0.mlp.down")
     return layer
 

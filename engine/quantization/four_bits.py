@@ -15,6 +15,8 @@ from engine.quantization.awq import Awq
 from engine.quantization.gptq import Gptq
 from engine.quantization.layout import MIDDLE, Layout, dequantised
 from engine.quantization.method import Pack, QuantizedLinear, divided, shared_by
+from engine.quantization.mxfp4 import Mxfp4
+from engine.quantization.nvfp4 import Nvfp4
 from engine.quantization.pack_quantized import PackQuantized
 from engine.quantization.spec import FIELD, QuantizationSpec
 from engine.quantization.widened import FewRowsLinear, ReorderedLinear, WidenedProduct, widened_codes
@@ -29,6 +31,10 @@ PACKED_ROWS = 256  # a multiple of 64, which torch packs together
 def layout_of(spec: QuantizationSpec, ins: int) -> Layout:
     """Return how a checkpoint holds a weight of so many inputs."""
     group = spec.group or ins
+    if spec.weights == "mxfp4":
+        return Mxfp4(in_blocks=spec.in_blocks)
+    if spec.weights == "nvfp4":
+        return Nvfp4(modelopt=spec.layout == "modelopt")
     if spec.layout == "awq":
         return Awq(group)
     if spec.layout == "pack-quantized":
@@ -36,7 +42,7 @@ def layout_of(spec: QuantizationSpec, ins: int) -> Layout:
     return Gptq(group, reordered=spec.reordered, less_one=spec.layout == "gptq")
 
 
-def plain_int4(spec: QuantizationSpec, outs: int, ins: int, dtype: torch.dtype) -> Recipe:
+def plain_four_bits(spec: QuantizationSpec, outs: int, ins: int, dtype: torch.dtype) -> Recipe:
     """Return how a plain weight [out, in] is made of one in four bits."""
     layout = layout_of(spec, ins)
     if (reason := layout.why_not(outs, ins)) is not None:
@@ -44,7 +50,8 @@ def plain_int4(spec: QuantizationSpec, outs: int, ins: int, dtype: torch.dtype) 
     codes, scales, zeros = layout.codes(outs, ins), layout.scales(outs, ins), layout.zeros(outs, ins)
 
     def make(read: Mapping[str, Tensor]) -> Tensor:
-        plain = dequantised(codes.make(read), scales.make(read), zeros.make(read), dtype)
+        zero = None if layout.floats else zeros.make(read)
+        plain = dequantised(codes.make(read), scales.make(read), zero, dtype)
         if not layout.reordered:
             return plain
         made = torch.empty_like(plain)
@@ -54,12 +61,12 @@ def plain_int4(spec: QuantizationSpec, outs: int, ins: int, dtype: torch.dtype) 
     return Recipe({**codes.tensors, **scales.tensors, **zeros.tensors}, make, codes.spare)
 
 
-class Int4Linear(QuantizedLinear):
+class FourBitLinear(QuantizedLinear):
     """weight [out, in / 2] of two codes each, weight_scale and weight_zero [out, groups], as `layout` tells.
 
-    Where groups are not of adjacent inputs there is `input_order`, too, [parts, in]: codes are in that order.
-    Multiplies on any device, by a weight that is made plain for each product; `use_kernels` puts a product that reads
-    codes in its place.
+    There is no `weight_zero` where codes are numbers of E2M1. Where groups are not of adjacent inputs there is
+    `input_order`, too, [parts, in]: codes are in that order. Multiplies on any device, by a weight that is made plain
+    for each product; `use_kernels` puts a product that reads codes in its place.
     """
 
     numbers = 2
@@ -111,7 +118,8 @@ class Int4Linear(QuantizedLinear):
 
         layer.weight = parameter(torch.uint8, 2)
         layer.weight_scale = parameter(torch.float32, self._group)
-        layer.weight_zero = parameter(torch.uint8, self._group)
+        if not self._layout.floats:
+            layer.weight_zero = parameter(torch.uint8, self._group)
         if self._layout.reordered:
             keys = [piece.key for piece in plain.pieces] if plain.axis == 0 else [""]
             pieces = tuple(Piece(key, 1, 0, 1, at) for at, key in enumerate(keys or [""]))
@@ -145,15 +153,16 @@ class Int4Linear(QuantizedLinear):
             )
 
     def _hold(self, layer: ParallelLinear) -> None:
-        self._codes, self._scale, self._zero = layer.weight, layer.weight_scale, layer.weight_zero
+        self._codes, self._scale = layer.weight, layer.weight_scale
+        self._zero = None if self._layout.floats else layer.weight_zero
         self._product = WidenedProduct(self._outs, self._ins)
 
     @override
     def use_kernels(self, layer: ParallelLinear, kernels: Kernels, pack: Pack) -> None:
-        held = (layer.weight, layer.weight_scale, layer.weight_zero)
-        faster = kernels.int4_linear(*held)
-        if faster is None and TorchInt4Linear.supports(layer.weight, layer.weight_scale, self._dtype):
-            faster = TorchInt4Linear(*held)
+        codes, scale, zero = layer.weight, layer.weight_scale, self._zero
+        faster = kernels.four_bit_linear(codes, scale, zero)
+        if faster is None and zero is not None and TorchInt4Linear.supports(codes, scale, self._dtype):
+            faster = TorchInt4Linear(codes, scale, zero)
         if faster is None:
             self._product = WidenedProduct(self._outs, self._ins, pack)
             return
@@ -161,7 +170,7 @@ class Int4Linear(QuantizedLinear):
         ordered = faster if self._order is None else ReorderedLinear(faster, self._order[0].clone())
         layer.method = ordered if on_cpu else FewRowsLinear(ordered, self)
         if on_cpu:
-            layer.release_weight(layer.weight_scale, layer.weight_zero)
+            layer.release_weight(scale, *(() if zero is None else (layer.weight_zero,)))
 
     @override
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -172,7 +181,8 @@ class Int4Linear(QuantizedLinear):
     @override
     def describe(self) -> str:
         order = "reordered " if self._order is not None else ""
-        return f"{order}Int4Linear {self._outs}x{self._ins} by {self._group}"
+        kind = "E2M1 " if self._layout.floats else ""
+        return f"{order}{kind}FourBitLinear {self._outs}x{self._ins} by {self._group}"
 
 
 class TorchInt4Linear(LinearMethod):
