@@ -99,8 +99,8 @@ void pack4(const uint8_t *codes, char *packed, int64_t outs, int64_t ins, int ti
 
 /* A band with the panel that begins at output `at`. */
 INLINE void multiply_panel(const int tiled, const int eight, Band band, const Weight *weight, long at) {
-    float sums[(BAND + TILE_ROWS) * WIDE];
-    elem wider[eight ? WIDE_STRIP * STEP : 1];
+    ALIGNED float sums[(BAND + TILE_ROWS) * WIDE];
+    ALIGNED elem wider[eight ? WIDE_STRIP * STEP : 1];
     const long size = eight ? 1 : sizeof(elem), depth = weight->ins / DEPTH, bytes = STEP * size;
     const int few = !tiled && band.rows <= FEW;
     const long length = eight && !few ? WIDE_STRIP : tiled ? TILE_STRIP : STRIP;
@@ -168,8 +168,8 @@ void multiply8(const elem *x, int64_t x_stride, const int8_t *packed, const floa
 /* As multiply_panel, for a panel that is made plain a strip at a time: `eights` is in fp8, or else `fours` in four bits. */
 INLINE void multiply_widened(const int tiled, const int kind, Band band, const Fours *fours, const Eights *eights,
                              const elem *bias, long outs, long wide) {
-    float sums[(BAND + TILE_ROWS) * WIDE];
-    elem wider[WIDE_STRIP * STEP];
+    ALIGNED float sums[(BAND + TILE_ROWS) * WIDE];
+    ALIGNED elem wider[WIDE_STRIP * STEP];
     const long depth = eights ? eights->steps : fours->steps;
     if (tiled) begin_panel(band.rows);
     for (long start = 0; start < depth; start += WIDE_STRIP) {
@@ -194,7 +194,7 @@ INLINE void multiply_widened(const int tiled, const int kind, Band band, const F
 #if !BY_GROUP
 /* As multiply_panel, for a panel in four bits that is read again for each pass of rows. */
 INLINE void multiply_read(const int kind, Band band, const Fours *panel, const elem *bias, long outs, long wide) {
-    float sums[(BAND + TILE_ROWS) * WIDE], room[WIDENS ? MAX_ROWS * STRIP : 1];
+    ALIGNED float sums[(BAND + TILE_ROWS) * WIDE], room[WIDENS ? MAX_ROWS * STRIP : 1];
     int size;
     for (long start = 0; start < panel->steps; start += STRIP) {
         const long steps = panel->steps - start < STRIP ? panel->steps - start : STRIP;
@@ -214,8 +214,8 @@ INLINE void multiply_read(const int kind, Band band, const Fours *panel, const e
 #if BY_GROUP
 /* As multiply_panel, for a panel in four bits whose groups are scaled whole. coded: words are read again for each pass. */
 INLINE void multiply_coded(const int coded, Band band, const Fours *panel, const elem *bias, long outs, long wide) {
-    float sums[(BAND + TILE_ROWS) * WIDE];
-    elem wider[coded ? 1 : PIECE * STEP];
+    ALIGNED float sums[(BAND + TILE_ROWS) * WIDE];
+    ALIGNED elem wider[coded ? 1 : PIECE * STEP];
     const long length = coded ? panel->steps : PIECE;
     int size;
     for (long start = 0; start < panel->steps; start += length) {

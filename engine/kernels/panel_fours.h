@@ -14,7 +14,7 @@
 #define LANE_VECS (WIDE * DEPTH / LANES)
 #define WORD_BYTES (STEP * WORD / 2) /* of a panel, for WORD steps */
 #define MOST_COLS 4                 /* vectors of outputs at a time: their words are in registers, too */
-#define FAR 4096                    /* bytes ahead that weights are fetched */
+#define FAR 16384                    /* bytes ahead that weights are fetched */
 
 /* What a code stands for: less 8, less its zero besides, or a number of E2M1. */
 enum { WHOLE, OFFSET, FLOATS };
@@ -183,7 +183,9 @@ INLINE void multiply_group(const int rows, const int coded, const int floats, co
                            long steps, const float *scales, const float *zeros, int fresh, float *sums) {
     const run numbers = numbers_of(floats);
     vec part[MAX_ROWS][VECS];
+#pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
         for (int v = 0; v < VECS; v++) part[r][v] = splat(0);
     for (long k = 0; k < steps; k += HALF_WORD) {
         run words[VECS];
@@ -197,13 +199,17 @@ INLINE void multiply_group(const int rows, const int coded, const int floats, co
             run weights[VECS]; /* before the rows, so that each input is spread over a register once */
             for (int v = 0; v < VECS; v++)
                 weights[v] = coded ? halves(words[v], at, numbers) : get_weights((const elem *)panel + (k + at) * STEP + v * RUN);
+#pragma GCC unroll 8
             for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
                 for (int v = 0; v < VECS; v++)
                     part[r][v] = times(x + r * stride + (k + at) * 2, weights[v], part[r][v]);
         }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < rows; r++) {
         const vec inputs = splat(zeros ? sum_of_inputs(x + r * stride, steps) : 0);
+#pragma GCC unroll 8
         for (int v = 0; v < VECS; v++) {
             float *to = sums + r * WIDE + v * LANES;
             const __m512 before = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(to);

@@ -11,6 +11,7 @@
 #define BAND 256      /* most rows that share a panel while it is in the cache */
 #define WORTH (1 << 19) /* products from which on other threads pay */
 #define LINE 64       /* bytes of the cache */
+#define ALIGNED _Alignas(LINE) /* vectors of it lie in one line each */
 
 #if BF16 && defined(__AVX512BF16__)
 #define DEPTH 2 /* inputs that one instruction sums */
