@@ -28,13 +28,13 @@ class LinearMethod(ABC):
     stored_names: what parameters of the layer are called in a checkpoint, where that is not as here.
     loads_plain: whether the plain weight is loaded first, so that as little as can be should be loaded before `load`.
     numbers: of the weight, in one element of the layer's `weight`.
-    scaled_by_row: whether the layer's `weight`, and `weight_scale` [out] where it is quantised, say all of it.
+    in_parameters: whether the layer's `weight`, `weight_scale` and `weight_zero`, where it has these, say all of it.
     """
 
     stored_names: Mapping[str, str] = {}
     loads_plain: bool = False
     numbers: ClassVar[int] = 1
-    scaled_by_row: ClassVar[bool] = True
+    in_parameters: bool = True
 
     def create(self, layer: ParallelLinear, name: str) -> None:
         """Give `layer`, called `name`, the parameters that a checkpoint fills, if not those that it has."""

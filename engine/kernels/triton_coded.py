@@ -88,43 +88,53 @@ def e2m1(codes: tl.tensor) -> tl.tensor:
     return bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384
 
 
-@kept
-@triton.jit(do_not_specialize=["rows"])
-def _multiply_codes(
-    x_ptr: tl.tensor,  # [rows, 2 * pairs], rows strided
-    codes_ptr: tl.tensor,  # [outs, pairs], the first of two inputs in the lower bits
-    scale_ptr: tl.tensor,  # [outs, groups]
-    zero_ptr: tl.tensor,  # [outs, groups], None where codes are numbers of E2M1
-    bias_ptr: tl.tensor,  # [outs]
-    out_ptr: tl.tensor,  # [rows, outs], written
-    rows: tl.tensor,
-    outs: tl.tensor,
+@triton.jit
+def of_groups(
+    row: tl.tensor,  # [1, OUTS], where scales or zeros of outputs begin
+    start: tl.tensor,
+    at: tl.tensor,  # [STEP], from `start` on
+    has_out: tl.tensor,  # [1, OUTS]
+    there: tl.tensor,  # [STEP, OUTS]
+    PER_GROUP: tl.constexpr,
+    STEP: tl.constexpr,
+) -> tl.tensor:
+    """Return the scales, or zeros, of a step: [1, OUTS] where it has one group, else [STEP, OUTS]."""
+    if PER_GROUP % STEP == 0:
+        found = tl.load(row + start // PER_GROUP, mask=has_out, other=0)
+    else:
+        found = tl.load(row + at[:, None] // PER_GROUP, mask=there, other=0)
+    return found.to(tl.float32)
+
+
+@triton.jit
+def multiply_codes(
+    x_row: tl.tensor,  # [ROWS, 1], where rows begin
+    codes_ptr: tl.tensor,  # [all outputs, pairs], the first of two inputs in the lower bits
+    scale_ptr: tl.tensor,  # [all outputs, groups]
+    zero_ptr: tl.tensor,  # [all outputs, groups], None where codes are numbers of E2M1
+    out: tl.tensor,  # [1, OUTS], which outputs
+    has_row: tl.tensor,
+    has_out: tl.tensor,
     pairs: tl.tensor,
-    x_stride: tl.tensor,
     groups: tl.tensor,
     PER_GROUP: tl.constexpr,  # pairs
     ROWS: tl.constexpr,
     OUTS: tl.constexpr,
     PAIRS: tl.constexpr,
-    BIAS: tl.constexpr,
-) -> None:
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    out = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
+) -> tl.tensor:
+    """Return a tile of a product, [ROWS, OUTS] in fp32."""
     step = tl.arange(0, PAIRS)
-    x_row = x_ptr + row[:, None].to(tl.int64) * x_stride
-    codes_row = codes_ptr + out[None, :].to(tl.int64) * pairs
-    has_row, has_out = row[:, None] < rows, out[None, :] < outs
+    codes_row, group_row = codes_ptr + out.to(tl.int64) * pairs, out.to(tl.int64) * groups
     total = tl.zeros((ROWS, OUTS), dtype=tl.float32)
     for start in range(0, pairs, PAIRS):
         at = start + step
         there = has_out & (at[:, None] < pairs)
         codes = tl.load(codes_row + at[:, None], mask=there, other=0)
-        group = out[None, :] * groups + at[:, None] // PER_GROUP
-        scale = tl.load(scale_ptr + group, mask=there, other=0.0)
+        scale = of_groups(scale_ptr + group_row, start, at, has_out, there, PER_GROUP, PAIRS)
         if zero_ptr is None:
             first, second = e2m1(codes & 15) * scale, e2m1(codes >> 4) * scale
         else:
-            zero = tl.load(zero_ptr + group, mask=there, other=0).to(tl.float32)
+            zero = of_groups(zero_ptr + group_row, start, at, has_out, there, PER_GROUP, PAIRS)
             first = ((codes & 15).to(tl.float32) - zero) * scale
             second = ((codes >> 4).to(tl.float32) - zero) * scale
         has_x = has_row & (at[None, :] < pairs)
@@ -132,6 +142,36 @@ def _multiply_codes(
         odd = tl.load(x_row + 2 * at[None, :] + 1, mask=has_x, other=0.0)
         total = tl.dot(even, first.to(even.dtype), total, input_precision="ieee")
         total = tl.dot(odd, second.to(odd.dtype), total, input_precision="ieee")
+    return total
+
+
+@kept
+@triton.jit(do_not_specialize=["rows"])
+def _multiply_codes(
+    x_ptr: tl.tensor,  # [rows, 2 * pairs], rows strided
+    codes_ptr: tl.tensor,  # of multiply_codes
+    scale_ptr: tl.tensor,
+    zero_ptr: tl.tensor,
+    bias_ptr: tl.tensor,  # [outs]
+    out_ptr: tl.tensor,  # [rows, outs], written
+    rows: tl.tensor,
+    outs: tl.tensor,
+    pairs: tl.tensor,
+    x_stride: tl.tensor,
+    groups: tl.tensor,
+    PER_GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BIAS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    out = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
+    x_row = x_ptr + row[:, None].to(tl.int64) * x_stride
+    total = multiply_codes(
+        x_row, codes_ptr, scale_ptr, zero_ptr, out[None, :], row[:, None] < rows, out[None, :] < outs, pairs, groups,
+        PER_GROUP, ROWS, OUTS, PAIRS,
+    )  # fmt: skip
     put_tile(total, bias_ptr, out_ptr, row, out, rows, outs, BIAS)
 
 
@@ -167,7 +207,7 @@ def _multiply_fp8(
         at = start + step
         there = has_out & (at[:, None] < ins)
         weight = tl.load(weight_row + at[:, None], mask=there, other=0.0).to(tl.float32)
-        scale = tl.load(scale_row + at[:, None] // BLOCK_INS, mask=there, other=0.0)
+        scale = of_groups(scale_row, start, at, has_out, there, BLOCK_INS, INS)
         x = tl.load(x_row + at[None, :], mask=has_row & (at[None, :] < ins), other=0.0)
         total = tl.dot(x, (weight * scale).to(x.dtype), total, input_precision="ieee")
     put_tile(total, bias_ptr, out_ptr, row, out, rows, outs, BIAS)

@@ -17,8 +17,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from engine.kernels.base import GroupedProduct
+from engine.kernels.triton_coded import multiply_codes, of_groups
 from engine.kernels.triton_launch import ceil_div, kept, next_power_of_2
-from engine.kernels.triton_linear import DTYPES, NARROW, Tiling
+from engine.kernels.triton_linear import DTYPES, NARROW, Tiling, put_tile
 from parallel.linear import ParallelLinear
 
 FEW = 16  # rows of an expert up to which its weight is read for one tile of the least rows
@@ -27,14 +28,18 @@ FEW = 16  # rows of an expert up to which its weight is read for one tile of the
 class TritonGroupedProduct(GroupedProduct):
     """Weights of experts, alike in shape and dtype, in one tensor, [experts, out, in]; the layers keep views of it.
 
-    They may be plain, in int8, or in e4m3, which are widened on the way to the matrix units: rows stay as they are.
+    They may be plain; in int8 or e4m3, with a scale for each output or, e4m3 alone, each block; or in four bits (see
+    `Kernels.four_bit_linear`). They are widened on the way to the matrix units: rows stay as they are.
     """
 
     def __init__(self, layers: Sequence[ParallelLinear]) -> None:
         first = layers[0]
+        self._coded = first.weight.dtype is torch.uint8
         self._weight = _stack([layer.weight for layer in layers])
         quantised = first.weight.dtype not in DTYPES
         self._scale = _stack([layer.weight_scale for layer in layers]) if quantised else None
+        zeros = self._coded and hasattr(first, "weight_zero")
+        self._zero = _stack([layer.weight_zero for layer in layers]) if zeros else None
         biases = [layer.bias for layer in layers if layer.bias is not None]
         self._bias = _stack(biases) if biases else None
         self._fixed = False
@@ -45,26 +50,37 @@ class TritonGroupedProduct(GroupedProduct):
 
     @override
     def apply(self, x: Tensor, ends: Tensor, biased: bool = True) -> Tensor:
-        rows, ins = x.shape
-        experts, outs, _ = self._weight.shape
+        rows = len(x)
+        experts, outs, width = self._weight.shape
         out = x.new_empty(rows, outs)
         if not rows:
             return out
         x = x if x.stride(1) == 1 else x.contiguous()
         few = rows <= FEW * experts and not self._fixed
         tiling = grouped_tiling(few, outs, x.dtype)
-        tiles = rows // tiling.rows + min(rows, experts)  # each expert may have one that is not full
-        _multiply_grouped[tiles, ceil_div(outs, tiling.outs)](
-            *(x, self._weight, self._scale, self._bias if biased else None, ends, out),
-            *(rows, outs, ins, x.stride(0), experts),
-            ROWS=tiling.rows,
-            OUTS=tiling.outs,
-            INS=tiling.ins,
-            EXPERTS=next_power_of_2(experts),
-            SCALED=self._scale is not None,
-            num_warps=tiling.warps,
-            num_stages=tiling.stages,
-        )
+        grid = (
+            rows // tiling.rows + min(rows, experts),
+            ceil_div(outs, tiling.outs),
+        )  # an expert may have a part of one
+        bias = self._bias if biased else None
+        sizes = rows, outs, width, x.stride(0), experts
+        tile = {"ROWS": tiling.rows, "OUTS": tiling.outs, "EXPERTS": next_power_of_2(experts)}
+        run = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+        if self._coded and self._scale is not None:
+            groups = self._scale.shape[2]
+            _multiply_grouped_codes[grid](
+                *(x, self._weight, self._scale, self._zero, bias, ends, out, *sizes, groups),
+                PER_GROUP=width // groups, PAIRS=tiling.ins // 2, **tile, **run,
+            )  # fmt: skip
+            return out
+        block_outs = groups = 0
+        if self._scale is not None and self._scale.ndim == 3:
+            block_outs, groups = outs // self._scale.shape[1], self._scale.shape[2]
+        _multiply_grouped[grid](
+            *(x, self._weight, self._scale, bias, ends, out, *sizes, groups),
+            BLOCK_OUTS=block_outs, BLOCK_INS=width // groups if groups else 0, INS=tiling.ins,
+            SCALED=self._scale is not None, **tile, **run,
+        )  # fmt: skip
         return out
 
 
@@ -85,28 +101,15 @@ def _stack(parameters: Sequence[Tensor]) -> Tensor:
     return stacked
 
 
-@kept
-@triton.jit(do_not_specialize=["rows"])
-def _multiply_grouped(
-    x_ptr: tl.tensor,  # [rows, ins], rows strided
-    weight_ptr: tl.tensor,  # [experts, outs, ins]
-    scale_ptr: tl.tensor,  # [experts, outs] fp32
-    bias_ptr: tl.tensor,  # [experts, outs]
+@triton.jit
+def own_rows(
     ends_ptr: tl.tensor,  # [experts] int64, the row behind the last of each
-    out_ptr: tl.tensor,  # [rows, outs], written
-    rows: tl.tensor,
-    outs: tl.tensor,
-    ins: tl.tensor,
-    x_stride: tl.tensor,
+    tile: tl.tensor,
     experts: tl.tensor,
     ROWS: tl.constexpr,
-    OUTS: tl.constexpr,
-    INS: tl.constexpr,
     EXPERTS: tl.constexpr,  # a power of two
-    SCALED: tl.constexpr,
-) -> None:
-    """A program per tile of an expert's rows and of outputs."""
-    tile = tl.program_id(0)
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return the expert of a tile, its first row and the row behind the expert's last, which is 0 for no tile."""
     each = tl.arange(0, EXPERTS)
     end = tl.load(ends_ptr + each, mask=each < experts, other=0)
     begin = tl.load(ends_ptr + each - 1, mask=(each > 0) & (each < experts), other=0)
@@ -115,7 +118,34 @@ def _multiply_grouped(
     mine = (tile >= before) & (tile < before + tiles)
     expert = tl.sum(tl.where(mine, each, 0), 0).to(tl.int64)
     first = tl.sum(tl.where(mine, begin + (tile - before) * ROWS, 0), 0)
-    beyond = tl.sum(tl.where(mine, end, 0), 0)  # 0 for a tile that nobody has
+    return expert, first, tl.sum(tl.where(mine, end, 0), 0)
+
+
+@kept
+@triton.jit(do_not_specialize=["rows"])
+def _multiply_grouped(
+    x_ptr: tl.tensor,  # [rows, ins], rows strided
+    weight_ptr: tl.tensor,  # [experts, outs, ins]
+    scale_ptr: tl.tensor,  # [experts, outs] or [experts, outs / BLOCK_OUTS, groups] fp32
+    bias_ptr: tl.tensor,  # [experts, outs]
+    ends_ptr: tl.tensor,  # of own_rows
+    out_ptr: tl.tensor,  # [rows, outs], written
+    rows: tl.tensor,
+    outs: tl.tensor,
+    ins: tl.tensor,
+    x_stride: tl.tensor,
+    experts: tl.tensor,
+    groups: tl.tensor,
+    ROWS: tl.constexpr,
+    OUTS: tl.constexpr,
+    INS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK_OUTS: tl.constexpr,  # 0 = a scale for each output
+    BLOCK_INS: tl.constexpr,
+) -> None:
+    """A program per tile of an expert's rows and of outputs."""
+    expert, first, beyond = own_rows(ends_ptr, tl.program_id(0), experts, ROWS, EXPERTS)
     if first >= beyond:
         return
     row = first + tl.arange(0, ROWS)
@@ -131,13 +161,54 @@ def _multiply_grouped(
         inside = has_out & (at[:, None] < ins)
         if SCALED:
             weight = tl.load(weight_row + at[:, None], mask=inside)  # there is no zero that int8 and e4m3 share
-            weight = tl.where(inside, weight.to(tl.float32), 0.0).to(x.dtype)
+            weight = tl.where(inside, weight.to(tl.float32), 0.0)
+            if BLOCK_OUTS:
+                blocks = (expert * (outs // BLOCK_OUTS) + out[None, :] // BLOCK_OUTS) * groups
+                weight *= of_groups(scale_ptr + blocks, start, at, has_out, inside, BLOCK_INS, INS)
+            weight = weight.to(x.dtype)
         else:
             weight = tl.load(weight_row + at[:, None], mask=inside, other=0.0)
         total = tl.dot(x, weight, total, input_precision="ieee")
-    if SCALED:
+    if SCALED and not BLOCK_OUTS:
         total *= tl.load(scale_ptr + expert * outs + out, mask=out < outs, other=0.0)[None, :]
     if bias_ptr is not None:
-        total += tl.load(bias_ptr + expert * outs + out, mask=out < outs, other=0.0)[None, :].to(tl.float32)
-    where = out_ptr + row[:, None].to(tl.int64) * outs + out[None, :]
-    tl.store(where, total.to(out_ptr.dtype.element_ty), mask=has_row & has_out)
+        bias_ptr += expert * outs
+    put_tile(total, bias_ptr, out_ptr, row, out, beyond, outs, bias_ptr is not None)
+
+
+@kept
+@triton.jit(do_not_specialize=["rows"])
+def _multiply_grouped_codes(
+    x_ptr: tl.tensor,  # [rows, 2 * pairs], rows strided
+    codes_ptr: tl.tensor,  # [experts, outs, pairs]
+    scale_ptr: tl.tensor,  # [experts, outs, groups] fp32
+    zero_ptr: tl.tensor,  # likewise, uint8; None where codes are numbers of E2M1
+    bias_ptr: tl.tensor,  # [experts, outs]
+    ends_ptr: tl.tensor,  # of own_rows
+    out_ptr: tl.tensor,  # [rows, outs], written
+    rows: tl.tensor,
+    outs: tl.tensor,
+    pairs: tl.tensor,
+    x_stride: tl.tensor,
+    experts: tl.tensor,
+    groups: tl.tensor,
+    PER_GROUP: tl.constexpr,  # pairs
+    ROWS: tl.constexpr,
+    OUTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+) -> None:
+    """A program per tile of an expert's rows and of outputs."""
+    expert, first, beyond = own_rows(ends_ptr, tl.program_id(0), experts, ROWS, EXPERTS)
+    if first >= beyond:
+        return
+    row = first + tl.arange(0, ROWS)
+    out = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
+    total = multiply_codes(
+        x_ptr + row[:, None].to(tl.int64) * x_stride, codes_ptr, scale_ptr, zero_ptr,
+        expert * outs + out[None, :], row[:, None] < beyond, out[None, :] < outs, pairs, groups,
+        PER_GROUP, ROWS, OUTS, PAIRS,
+    )  # fmt: skip
+    if bias_ptr is not None:
+        bias_ptr += expert * outs
+    put_tile(total, bias_ptr, out_ptr, row, out, beyond, outs, bias_ptr is not None)

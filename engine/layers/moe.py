@@ -142,7 +142,7 @@ class Experts(Layer):
     def use_kernels(self, kernels: Kernels) -> None:
         """Multiply by all experts at once, where `kernels` can; called once, after the weights are loaded."""
         linear = [self._linear(layers, number) for layers in (self.up, self.down) for number in self.own]
-        if not all(layer.method.scaled_by_row for layer in linear):
+        if not all(layer.method.in_parameters for layer in linear):
             return
         up = kernels.grouped_product([self._linear(self.up, number) for number in self.own])
         down = kernels.grouped_product([self._linear(self.down, number) for number in self.own])

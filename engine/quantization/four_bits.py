@@ -70,7 +70,6 @@ class FourBitLinear(QuantizedLinear):
     """
 
     numbers = 2
-    scaled_by_row = False
 
     def __init__(self, spec: QuantizationSpec) -> None:
         self._spec = spec
@@ -121,6 +120,7 @@ class FourBitLinear(QuantizedLinear):
         if not self._layout.floats:
             layer.weight_zero = parameter(torch.uint8, self._group)
         if self._layout.reordered:
+            self.in_parameters = False
             keys = [piece.key for piece in plain.pieces] if plain.axis == 0 else [""]
             pieces = tuple(Piece(key, 1, 0, 1, at) for at, key in enumerate(keys or [""]))
             shape = (len(pieces), self._ins)

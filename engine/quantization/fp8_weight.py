@@ -67,8 +67,6 @@ class Fp8BlockLinear(QuantizedLinear):
     plain for each product, on any device; `use_kernels` puts a product that reads fp8 in its place.
     """
 
-    scaled_by_row = False
-
     def __init__(self, spec: QuantizationSpec) -> None:
         if spec.block is None:
             raise ValueError("fp8 by blocks needs the size of a block")

@@ -84,9 +84,11 @@ def test_a_row_has_the_same_bits_in_any_company(kernels):
 
 @pytest.mark.parametrize("rows", [1, 64, 4096])
 @pytest.mark.parametrize("sizes", [(2048, 1536), (768, 2048)])
-def test_products_of_experts(rows, sizes):
+@pytest.mark.parametrize("kind", ["plain", "mxfp4"])
+def test_products_of_experts(rows, sizes, kind):
     """Qwen3-30B-A3B's: each row with its expert's weight, of 128, in one launch."""
     from engine.kernels.triton_experts import TritonGroupedProduct
+    from engine.quantization.layout import dequantised
     from parallel.group import SoloGroup
     from parallel.linear import ReplicatedLinear
 
@@ -94,6 +96,14 @@ def test_products_of_experts(rows, sizes):
     layers = [ReplicatedLinear(ins, outs, False, SoloGroup("cuda:0"), torch.bfloat16) for _ in range(128)]
     for number, layer in enumerate(layers):
         layer.weight.data = some(outs, ins, seed=number)
+    plain = [layer.weight.float() for layer in layers]
+    if kind == "mxfp4":
+        for number, layer in enumerate(layers):
+            codes = torch.randint(0, 256, (outs, ins // 2), device="cuda", dtype=torch.uint8)
+            scale = torch.rand(outs, ins // 32, device="cuda") / 4
+            layer.weight = torch.nn.Parameter(codes, requires_grad=False)
+            layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
+            plain[number] = dequantised(codes, scale, None, torch.bfloat16).float()
     product = TritonGroupedProduct(layers)
     x = some(rows, ins, seed=200)
     numbers = (
@@ -102,7 +112,7 @@ def test_products_of_experts(rows, sizes):
     ends = torch.searchsorted(numbers, torch.arange(128, device="cuda"), right=True)
     found = product.apply(x, ends)
     first = 0
-    for layer, end in zip(layers, ends.tolist(), strict=True):
-        expected = x[first:end].float() @ layer.weight.float().T
+    for weight, end in zip(plain, ends.tolist(), strict=True):
+        expected = x[first:end].float() @ weight.T
         torch.testing.assert_close(found[first:end].float(), expected, rtol=2e-2, atol=0.5)
         first = end

@@ -17,19 +17,41 @@ from engine.layers.base import Build
 from engine.layers.moe import MoE, Routing
 from engine.quantization.fp8 import Fp8Linear
 from engine.quantization.int8 import Int8Linear
+from engine.quantization.layout import dequantised
 from parallel.group import SoloGroup
 from parallel.linear import ReplicatedLinear
 from tests.interpreter import exact_halves
 from tests.long import examples
 from tests.triton_compiler import compiled
 
-KINDS = ["fp32", "bf16", "int8", "fp8"]
+KINDS = ["fp32", "bf16", "int8", "fp8", "int4", "mxfp4", "blocks"]
 
 
 @pytest.fixture(autouse=True)
 def exact():
     with exact_halves():
         yield
+
+
+def coded(layer, kind, random, dtype):
+    """Give a layer codes, or blocks of fp8, by groups of its inputs, and return what they stand for."""
+    outs, ins = layer.weight.shape
+    group = ins if kind == "blocks" and ins % 8 else 8
+    scale = torch.rand(outs // (2 if kind == "blocks" else 1), ins // group, generator=random)
+    zero = None
+    if kind == "blocks":
+        weight = torch.randn(outs, ins, generator=random).to(torch.float8_e4m3fn)
+        plain = weight.float() * scale.repeat_interleave(2, 0).repeat_interleave(group, 1)
+    else:
+        weight = torch.randint(0, 256, (outs, ins // 2), generator=random).to(torch.uint8)
+        if kind == "int4":
+            zero = torch.randint(0, 17, scale.shape, generator=random).to(torch.uint8)
+        plain = dequantised(weight, scale / 8, zero, torch.float32)
+        scale = scale / 8
+    for name, tensor in (("weight", weight), ("weight_scale", scale), ("weight_zero", zero)):
+        if tensor is not None:
+            setattr(layer, name, torch.nn.Parameter(tensor, requires_grad=False))
+    return plain.to(dtype)
 
 
 def linears(count, ins, outs, kind, bias, seed=0):
@@ -49,6 +71,8 @@ def linears(count, ins, outs, kind, bias, seed=0):
             layer.weight = torch.nn.Parameter(method.quantised(weight, scale), requires_grad=False)
             layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
             weight = layer.weight.float().to(dtype).double() * scale[:, None]
+        elif kind in ("int4", "mxfp4", "blocks"):
+            weight = coded(layer, kind, random, dtype)
         layers.append(layer)
         weights.append(weight.double())
     return layers, weights
@@ -58,12 +82,13 @@ def linears(count, ins, outs, kind, bias, seed=0):
 @given(
     counts=st.lists(st.integers(0, 40) | st.just(0), min_size=1, max_size=9),
     kind=st.sampled_from(KINDS),
-    sizes=st.sampled_from([(48, 40), (16, 70), (33, 24)]),
+    sizes=st.sampled_from([(48, 40), (16, 70), (33, 24), (104, 36)]),
     bias=st.booleans(),
     fixed=st.booleans(),
 )
 def test_rows_are_multiplied_by_their_experts_weight(counts, kind, sizes, bias, fixed):
     ins, outs = sizes
+    ins -= ins % 8 if kind in ("int4", "mxfp4") else 0
     layers, weights = linears(len(counts), ins, outs, kind, bias)
     product = TritonGroupedProduct(layers)
     if fixed:
@@ -137,7 +162,7 @@ def test_an_activation_is_asked_once_for_all_experts():
 @pytest.mark.timeout(300)
 def test_the_kernel_compiles_for_gpus_and_fits_them():
     launches = compiled("tests.engine.kernels.triton_experts_launches")
-    assert {one["case"] for one in launches} == {"bf16", "fp32", "int8", "fp8", "wide"}
+    assert {one["case"] for one in launches} == {"bf16", "fp32", "int8", "fp8", "wide", "int4", "mxfp4", "blocks"}
     for one in launches:
         assert one["shared"] <= 99 << 10, one
         assert one["spilled"] <= 96, one

@@ -14,6 +14,9 @@ CASES = [
     ("fp32", torch.float32, torch.float32, (768, 2048)),
     ("int8", torch.int8, torch.bfloat16, (2048, 1536)),
     ("fp8", torch.float8_e4m3fn, torch.bfloat16, (2048, 1536)),
+    ("blocks", torch.float8_e4m3fn, torch.bfloat16, (2048, 1536)),
+    ("int4", torch.uint8, torch.bfloat16, (2048, 1536)),
+    ("mxfp4", torch.uint8, torch.bfloat16, (2880, 5760)),  # of gpt-oss
 ]
 
 
@@ -22,8 +25,13 @@ def launch(case, stored, dtype, sizes):
     layers = []
     for _ in range(4):
         layer = ReplicatedLinear(ins, outs, False, SoloGroup(), dtype)
-        layer.weight = torch.nn.Parameter(torch.zeros(outs, ins).to(stored), requires_grad=False)
-        layer.weight_scale = torch.nn.Parameter(torch.ones(outs), requires_grad=False)
+        width = ins // 2 if stored is torch.uint8 else ins
+        shape = {"blocks": (outs // 128, ins // 128), "int4": (outs, ins // 128), "mxfp4": (outs, ins // 32)}
+        layer.weight = torch.nn.Parameter(torch.zeros(outs, width).to(stored), requires_grad=False)
+        layer.weight_scale = torch.nn.Parameter(torch.ones(shape.get(case, (outs,))), requires_grad=False)
+        if case == "int4":
+            zero = torch.zeros(outs, ins // 128, dtype=torch.uint8)
+            layer.weight_zero = torch.nn.Parameter(zero, requires_grad=False)
         layers.append(layer)
     product = TritonGroupedProduct(layers)
     with instead_of_launching(90) as kernels:

@@ -214,7 +214,10 @@ def test_a_kernel_is_given_codes_scales_and_zeros_once() -> None:
     assert [each.numel() for each in (layer.weight, layer.weight_scale, layer.weight_zero)] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("spec", [INT4, BLOCKS, None])
+REORDERED = replace(INT4, reordered=True)
+
+
+@pytest.mark.parametrize("spec", [INT4, MXFP4, BLOCKS, REORDERED, None])
 def test_experts_are_multiplied_at_once_only_by_what_says_all_of_their_weights(spec) -> None:
     experts = Experts(2, 64, [32, 32], 32, Gate("silu"), Build(GROUP, torch.float32, 8))
     for layer in [*experts.up.values(), *experts.down.values()] if spec else []:
@@ -226,7 +229,7 @@ def test_experts_are_multiplied_at_once_only_by_what_says_all_of_their_weights(s
             return MetaGroupedProduct(len(layers[0].weight))
 
     experts.use_kernels(Grouping())
-    assert (experts.grouped is None) == (spec is not None)
+    assert (experts.grouped is None) == (spec is REORDERED)
 
 
 def test_what_rounds_otherwise_is_described_otherwise() -> None:
