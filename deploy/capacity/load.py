@@ -47,7 +47,6 @@ class Roofline:
         # Products in fp8 count as so many fewer in the dtype, in which the output head and attention stay.
         self._in_layers = found.layer_products * self._rate / fit.gpu.flops(product_dtype(config, model))
         quantization = quantization_of(config, model.quantization)
-        self._in_int8 = quantization is not None and quantization.in_int8
         self._widened = quantization is not None and quantization.widened
         self._bandwidth = fit.gpu.bytes_per_second
         self._layers = [(layer, layer.window or config.context_len) for layer in found.attention]
@@ -83,7 +82,7 @@ class Roofline:
     def _weights(self, rows: int) -> int:
         """Return the bytes of weights that a step of so many rows moves: some are widened, and read again."""
         found, config = self._fit.footprint, self._fit.config
-        widened = self._widened or (self._in_int8 and rows > FEW_ROWS)
+        widened = self._widened and rows > FEW_ROWS
         return found.read_bytes + (2 * getattr(torch, config.dtype).itemsize * found.layer_products if widened else 0)
 
     def _time(self, operations: float, moved: float) -> StepTime:

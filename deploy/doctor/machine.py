@@ -197,8 +197,8 @@ def weights(probe: Callable[[], Mapping[str, Any]]) -> list[Finding]:
         return [warning("weights", f"what multiplies by quantised ones is not known: {error}", remedy)]
     if report["gpu"]:
         fp8 = "fp8 by matrix units, int8 by Triton" if report["fp8"] else "int8 by Triton; there are no units for fp8"
-        return [ok("weights", f"{fp8}; int4 and fp8 by blocks by Triton for few rows, else {SLOW}")]
+        return [ok("weights", f"{fp8}; four bits and fp8 by blocks by Triton for few rows and experts, else {SLOW}")]
     if report["compiled"] is None:
-        text = f"int8 and int4 by torch's products where it has them, else {SLOW}, as fp8 is"
+        text = f"int8 and int4 by torch's products where it has them, else {SLOW}, as fp8 and four-bit floats are"
         return [warning("weights", text, "install a C compiler (gcc), of which products of our own are made")]
-    return [ok("weights", f"int8, int4 and fp8 by products compiled for {report['compiled']}")]
+    return [ok("weights", f"int8, four bits and fp8 by products compiled for {report['compiled']}")]

@@ -68,15 +68,11 @@ class QuantizationSpec:
         return any(each.weights == "fp8" and not each.block and not each.plain_activations for each in self.all)
 
     @property
-    def in_int8(self) -> bool:
-        """Whether any layer's weights are in int8, which a GPU makes plain for products of many rows."""
-        return any(each.weights == "int8" for each in self.all)
-
-    @property
     def widened(self) -> bool:
-        """Whether any layer's weights are made plain for each product."""
+        """Whether a GPU makes any layer's weights plain for each product of many rows, experts aside."""
         in_fp8 = (bool(each.block) or each.plain_activations for each in self.all if each.weights == "fp8")
-        return any(in_fp8) or any(each.weights in FOUR_BITS for each in self.all)
+        others = (each.weights == "int8" or (each.weights in FOUR_BITS and not each.in_blocks) for each in self.all)
+        return any(in_fp8) or any(others)
 
     def of(self, name: str) -> QuantizationSpec | None:
         """Return what a module of the checkpoint is held by, None where it stays plain."""
