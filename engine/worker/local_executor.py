@@ -14,13 +14,13 @@ import torch
 from typing_extensions import override
 
 from engine.device.gpu import as_step_memory_error
+from engine.device.host_memory import give_back
 from engine.errors import EngineDeadError
 from engine.inputs.step_messages import StepWriter
 from engine.report import SamplingInputs, StepInputs, StepOutputs
 from engine.sampling.sharded_draw import pack_draws
 from engine.threads import ThreadShare
 from engine.worker.executor import Executor, Pending
-from engine.worker.offload import give_back
 from engine.worker.runner import ModelRunner
 from engine.worker.worker import pack_sleep, pack_wake
 from parallel.channel import Buffer, Channel

@@ -1,18 +1,16 @@
 """The weights of a sleeping model: copied to the host's pinned memory, freed on the device, and brought back.
 
-Also what a model keeps on its device, and how freed memory goes back to the system.
+Also what a model keeps on its device.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from engine.device.machine import collect_garbage
 from parallel.linear import LinearMethod
 
 # Torch rounds what it pins up to a power of two: pieces of that size waste at most one of them.
@@ -101,17 +99,6 @@ def tensors_of(model: nn.Module) -> Iterator[Tensor]:
                 yield value
             elif isinstance(value, LinearMethod):
                 yield from value.tensors()
-
-
-def give_back(device: torch.device) -> None:
-    """Let the system have what was freed: torch and the C library would keep it for themselves."""
-    collect_garbage()  # a model that was let go of may be part of a cycle
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        return
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-    if trim is not None:
-        trim(0)
 
 
 def _bytes(storage: torch.UntypedStorage, span: Span) -> Tensor:

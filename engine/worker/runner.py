@@ -13,6 +13,7 @@ from engine.attention.base import AttentionBackend
 from engine.attention.select import select_for_layers
 from engine.config import EngineConfig
 from engine.device.gpu import CudaCopies, current, on_own_device
+from engine.device.host_memory import give_back, weights_apart
 from engine.inputs.block_table import RankTable
 from engine.inputs.dummy_steps import dummy_decode, dummy_sampling, dummy_step, fullest_sampling
 from engine.inputs.step_buffers import NOT_MIXED, MixedShape, StepBuffers
@@ -36,7 +37,7 @@ from engine.worker.forward import Forward, Passed, logit_rows
 from engine.worker.graph_pool import CudaGraphDevice, GraphPool
 from engine.worker.graph_sizes import graph_sizes, mixed_sizes
 from engine.worker.invariance import check_invariance, fix_products
-from engine.worker.offload import OffloadedWeights, give_back, tensors_of
+from engine.worker.offload import OffloadedWeights, tensors_of
 from engine.worker.sleep import KV_CACHE
 from engine.worker.step_outputs import HostSide, outputs_of
 from parallel.group import Group
@@ -191,18 +192,19 @@ class ModelRunner:
     def _load(self) -> CausalLM:
         """Read the weights and choose how they are computed with."""
         made = quantization_of(self.config, self.model_config.quantization)
-        model = load_model(
-            self._folder,
-            self.config.context_len,
-            self.group,
-            self.dtype,
-            made,
-            expert_parallel=self.config.enable_expert_parallel,
-        )
-        model.use_kernels(self._kernels)
-        if self.config.quantize_lm_head:
-            hold_in_int8(model.head)
-        choose_products(model, model.kernels)
+        with weights_apart():
+            model = load_model(
+                self._folder,
+                self.config.context_len,
+                self.group,
+                self.dtype,
+                made,
+                expert_parallel=self.config.enable_expert_parallel,
+            )
+            model.use_kernels(self._kernels)
+            if self.config.quantize_lm_head:
+                hold_in_int8(model.head)
+            choose_products(model, model.kernels)
         if self.config.batch_invariant and self.group.device.type == "cuda":
             fix_products(model)
         return model

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from engine.device.host_memory import give_back
 from engine.layers.base import Build
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from engine.layers.rope import RopeSpec, Rotary
 from engine.worker import offload
-from engine.worker.offload import OffloadedWeights, give_back, tensors_of
+from engine.worker.offload import OffloadedWeights, tensors_of
 from parallel.group import SoloGroup
 from parallel.linear import ColumnParallelLinear, LinearMethod
 
