@@ -1,8 +1,8 @@
 """Memory that quantised weights take, while they load and after: `python -m tests.bench.loading_memory`.
 
 A model of 12 of Qwen3-0.6B's layers and 32,768 tokens, plain and in each format. Each loads in a process of its own,
-whose memory is told by the system, less what it had with one layer of the same sizes loaded before. The head is packed
-beside the embedding that it is tied to, which takes 64 MB more than the checkpoint; scales are held in fp32.
+whose memory is told by the system, less what it had with one layer of the same sizes loaded before. The head is
+packed beside the embedding that it is tied to, 64 MB more than the checkpoint; scales are held in fp32.
 """
 
 from __future__ import annotations
