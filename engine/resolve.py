@@ -74,7 +74,7 @@ def check_model(config: EngineConfig, model: ModelConfig) -> None:
     """
     _check_cpus(config)
     found = outlined(config, model)
-    quantize(found.layers, "layers", found.names, quantization_of(config, model.quantization))
+    quantize(found.layers, found.layers_path, found.names, quantization_of(config, model.quantization))
     if config.batch_invariant and (config.device or "").startswith("cuda"):
         _check_norms(found)
     varies = config.batch_invariant and config.attention_backend == "reference"

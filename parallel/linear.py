@@ -84,7 +84,7 @@ class ParallelLinear(nn.Module):
     quantized: whether methods that quantise take this layer.
     """
 
-    quantized: ClassVar[bool] = True
+    quantized: bool = True
     weight: ShardedParameter
     weight_scale: ShardedParameter
     weight_zero: ShardedParameter

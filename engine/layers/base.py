@@ -99,6 +99,8 @@ class WeightRule:
 class MadeTensors(Protocol):
     """Tensors of a model that are made of several of a checkpoint, or of parts of one."""
 
+    target: str  # the first of them
+
     def tensors(self, read: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
         """Return them by their names in the rules. read: returns a tensor of the checkpoint by its name."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ class Routing:
 class RouterLinear(ReplicatedLinear):
     """The product of a router, whole on every rank; it chooses, so it is not quantised."""
 
-    quantized: ClassVar[bool] = False
+    quantized = False
 
 
 class Router(Layer):

@@ -33,6 +33,7 @@ from engine.loader.safetensors_file import Checkpoint
 from engine.loader.weights import names_on_disk, refuse_tensors
 from engine.models.blueprint import blueprint
 from engine.models.causal_lm import CausalLM
+from engine.models.decoder import DecoderLM
 from engine.models.text_halves import text_names
 from engine.quantization.made_int4 import quantised_int4
 from engine.quantization.method import scale_dtype
@@ -100,10 +101,10 @@ def _quantised_tensors(
     if model.config.quantization is not None:
         raise CheckpointError(f"{model.path}: the checkpoint is quantised already; give the unquantised one")
     built = blueprint(model.config)
-    if not built.names:
+    if not isinstance(built, DecoderLM):
         raise CheckpointError(
-            f"{model.path}: {model.config.architecture} is served by layers of the transformers library, which are "
-            "not quantised here; give a model with a family of its own (`squadron models` lists them)"
+            f"{model.path}: {model.config.architecture} is served by layers of the transformers library, which may "
+            "hold tensors under other names; serve it with --quantization, which quantises as it loads"
         )
     names = {name: name for name in checkpoint.names}
     if model.config.text_half_of:
@@ -111,7 +112,7 @@ def _quantised_tensors(
     rules = list(built.weights())
     shapes = {rule.name: rule.shape for rule in rules}
     wanted = {f"{name}.weight" for name in _module_names(built)}
-    quantize(built.layers, "layers", built.names, spec)  # for its checks
+    quantize(built.layers, built.layers_path, built.names, spec)  # for its checks
     on_disk = {name: names[at] for name, at in names_on_disk(names, rules).items()}
     form = "missing, or held together with others (then serve it with --quantization, which quantises as it loads)"
     refuse_tensors(model.path, form, wanted - on_disk.keys())

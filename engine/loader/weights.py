@@ -94,6 +94,7 @@ UNREAD_SCALE = re.compile(r"\.(input_scale|input_global_scale|[qkv]_scale)$")
 HEAD = "lm_head.weight"  # saved by some though it is tied
 ROWS_COMPARED = 4096
 LAYER = re.compile(r"layers\.\d+")
+FIRST_NUMBER = re.compile(r"\D*\.\d+(?=\.)")
 NAMES_SHOWN = 8
 
 
@@ -115,7 +116,7 @@ def load_model(
     config = folder.config
     model = build_model(config, Build(group, dtype, max_positions, expert_parallel))
     model.requires_grad_(False)
-    quantize(model.layers, "layers", model.names, quantization)
+    quantize(model.layers, model.layers_path, model.names, quantization)
     checkpoint = Checkpoint(folder.path)
     try:
         _load(model, config, checkpoint, quantization if quantization is not None and quantization.stored else None)
@@ -136,12 +137,18 @@ def _load(
         logger.info("text half of %s: %d tensors of its other parts are not read", config.text_half_of, apart)
     rules = list(model.weights(checkpoint.names))
     wanted = {name for rule in rules for name in rule.names}
-    if (held := model.stored(checkpoint.names, wanted)) is not None:
+    spare = {name for rule in rules for name in rule.spare_names}
+    unused = [NO_WEIGHTS, KV_SCALE, *([NO_NEED] if stored else [])]
+    if (held := model.stored(checkpoint.names, wanted | spare)) is not None:
+        _check_tied_head(model, rules, checkpoint, held.plain)
+        extra = {name for name in held.unknown if name != HEAD and not any(each.search(name) for each in unused)}
+        refuse_tensors(checkpoint.folder, "not part of this architecture", extra)
+        refuse_tensors(checkpoint.folder, "missing", {*held.lacking} - spare)
+        _tell_unread(held.unknown)
         _load_converted(model, rules, held, checkpoint)
         return
     names = names_on_disk(checkpoint.names, rules)
-    unused = [NO_WEIGHTS, KV_SCALE, *([NO_NEED] if stored else [])]
-    others = names.keys() - wanted - {HEAD} - {name for rule in rules for name in rule.spare_names}
+    others = names.keys() - wanted - {HEAD} - spare
     if any(isinstance(part, Experts) and part.whole for part in model.modules()):
         others -= set(_all_names(config, quantization, checkpoint.names))  # other ranks' experts
     _check_tied_head(model, rules, checkpoint, names)
@@ -175,7 +182,7 @@ def _load(
 def _all_names(config: ModelConfig, quantization: QuantizationSpec | None, on_disk: Collection[str]) -> Iterator[str]:
     """Yield the names of all tensors of a model, those of other ranks' experts among them."""
     whole = blueprint(config)
-    quantize(whole.layers, "layers", whole.names, quantization)
+    quantize(whole.layers, whole.layers_path, whole.names, quantization)
     for rule in whole.weights(on_disk):
         yield from (*rule.names, *rule.spare_names)
 
@@ -236,23 +243,31 @@ def _check_tied_head(
 
 def _load_converted(model: CausalLM, rules: list[WeightRule], held: Stored, checkpoint: Checkpoint) -> None:
     """Fill the parameters of a model whose tensors a checkpoint holds under other names, or in other shapes."""
-    _check_tied_head(model, rules, checkpoint, held.plain)
-    unused = (NO_WEIGHTS, KV_SCALE)
-    extra = {name for name in held.unknown if name != HEAD and not any(each.search(name) for each in unused)}
-    refuse_tensors(checkpoint.folder, "not part of this architecture", extra)
-    refuse_tensors(checkpoint.folder, "missing", held.lacking)
     by_name: dict[str, list[WeightRule]] = defaultdict(list)
     for rule in rules:
-        by_name[rule.name].append(rule)
-    _fill(model, [rule for rule in rules if rule.name in held.plain], checkpoint, held.plain)
-    found = set(held.plain)
+        if rule.recipe is None:
+            by_name[rule.name].append(rule)
+    made = defaultdict(list)  # by the layer of what they make
     for one in held.made:
-        for name, tensor in one.tensors(lambda source: checkpoint.source(source)[:]).items():
-            found.add(name)
-            for rule in by_name.get(name, ()):
-                _load_made(model, rule, tensor, checkpoint.folder)
+        made[_layer_of(next((rule.target for rule in by_name[one.target]), one.target))].append(one)
+    found = set(held.plain)
+    for batch in _batches(model, rules):
+        plain = [rule for rule in batch if rule.recipe is None and rule.name in held.plain]
+        _fill(model, [rule for rule in plain if not rule.scale], checkpoint, held.plain)
+        for rule in plain:
+            if rule.scale:
+                _load_scale(model, rule, checkpoint, held.plain[rule.name])
+        for rule in batch:
+            if rule.recipe is not None:
+                _load_by_recipe(model, rule, rule.recipe, checkpoint, held.plain)
+        for layer in dict.fromkeys(_layer_of(rule.target) for rule in batch):
+            for one in made.pop(layer, ()):
+                for name, tensor in one.tensors(lambda source: checkpoint.source(source)[:]).items():
+                    found.add(name)
+                    for rule in by_name.get(name, ()):
+                        _load_made(model, rule, tensor, checkpoint.folder)
+        _finish(model.get_submodule(path) for path in dict.fromkeys(rule.target.rpartition(".")[0] for rule in batch))
     refuse_tensors(checkpoint.folder, "missing", by_name.keys() - found)
-    _finish(model.modules())
 
 
 def _load_made(model: CausalLM, rule: WeightRule, tensor: Tensor, folder: Path) -> None:
@@ -272,8 +287,14 @@ def _batches(model: CausalLM, rules: list[WeightRule]) -> Iterator[list[WeightRu
     if not any(part.method.loads_plain for part in linear):
         yield rules
         return
-    for _, batch in groupby(rules, lambda rule: LAYER.findall(rule.target)):
+    for _, batch in groupby(rules, lambda rule: _layer_of(rule.target)):
         yield list(batch)
+
+
+def _layer_of(target: str) -> str:
+    """Return a parameter's path up to its first number, which is that of its layer; "" where there is none."""
+    found = FIRST_NUMBER.match(target)
+    return "" if found is None else found[0]
 
 
 def _fill(model: CausalLM, rules: list[WeightRule], checkpoint: Checkpoint, names: Mapping[str, str]) -> int:

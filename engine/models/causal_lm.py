@@ -26,11 +26,11 @@ class CausalLM(nn.Module, ABC):
     """A decoder-only transformer with its output head, on one rank.
 
     logits_dtype: of `logits` and `own_logits`. cached: the layers that have a cache, in order. layers: all that lies
-    between embedding and final norm. names: what modules are called in a checkpoint; empty where they are not
-    our layers.
+    between embedding and final norm, at `layers_path`. names: what modules are called in a checkpoint.
     """
 
-    names: ClassVar[Names] = {}
+    names: ClassVar[Names]
+    layers_path: str = "layers"
     group: Group
     hidden_size: int
     vocab_size: int

@@ -96,19 +96,13 @@ def check_capability(quantization: QuantizationSpec | None, device: str) -> None
 def quantize(layers: nn.Module, prefix: str, names: Names, quantization: QuantizationSpec | None) -> None:
     """Give the linear layers inside a model's `layers` the method that they are quantised by, before they are loaded.
 
-    prefix: of the layers' paths in the model. names: empty where the layers are not ours.
+    prefix: of the layers' paths in the model.
 
     Raises `CheckpointError` for a checkpoint whose merged layers are quantised in part, `ConfigError` for layers and
     sizes that the method does not take.
     """
     if quantization is None:
         return
-    if not names:
-        raise ConfigError(
-            f"quantization={quantization.method}: layers of the transformers library are not quantised here; leave "
-            "the flag out and give an unquantised checkpoint, or use model_impl=native where there is a family",
-            "quantization",
-        )
     plain: Counter[str] = Counter()
     for path, layer in quantized_layers(layers, prefix):
         found = checkpoint_names(names, path)

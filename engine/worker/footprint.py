@@ -181,7 +181,7 @@ def build_blueprint(config: EngineConfig, model: ModelConfig) -> CausalLM:
     found = outlined(config, model)
     quantization = quantization_of(config, model.quantization)
     with META:
-        quantize(found.layers, "layers", found.names, quantization)
+        quantize(found.layers, found.layers_path, found.names, quantization)
         found.finish_loading()
         for layer in found.modules():
             if isinstance(layer, ParallelLinear) and isinstance(layer.method, QuantizedLinear):

@@ -16,7 +16,7 @@ from transformers.core_model_loading import build_glob_alternation
 from typing_extensions import override
 
 from engine.errors import CheckpointError
-from engine.layers.base import Build, WeightRule
+from engine.layers.base import Build, Stacked, StackedConv1D
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from engine.layers.mlp import Gate
 from engine.layers.moe import Experts
@@ -33,6 +33,8 @@ GATHERED = ("colwise_gather_output", "colwise_rep")
 ROWS = ("rowwise",)
 SPLIT = ("rowwise_split_input", "rowwise_rep")
 ROWS_AT_ONCE = 64
+# Linear layers that choose experts, or weigh what they return: never quantised.
+ROUTERS = ("gate", "router", "shared_expert_gate", "classifier", "wg")
 
 
 class Linear(MergedColumnParallelLinear):
@@ -137,17 +139,12 @@ class StackedExperts(Experts):
         self.transposed = bool(old.is_transposed)
         self.stored_as = {"up": first, "down": "down_proj"}
 
-    def rules(self, path: str, prefix: str) -> Iterator[WeightRule]:
-        """Yield the rules of the parameters. path: of this module in the model, prefix: in the checkpoint."""
-        for kind, name in self.stored_as.items():
-            for number, linear in getattr(self, kind).items():
-                for leaf, parameter in linear.named_parameters():
-                    shape, turned = parameter.full_shape(), self.transposed and leaf == "weight"
-                    stored = f"{prefix}.{name}" + ("_bias" if leaf == "bias" else "")
-                    target = f"{path}.{kind}.{number}.{leaf}"
-                    yield WeightRule(
-                        stored, target, shape[::-1] if turned else shape, transposed=turned, index=int(number)
-                    )
+    def names(self, prefix: str) -> Iterator[tuple[str, Stacked]]:
+        """Yield the linear layers, with what a checkpoint calls their weights. prefix: what it calls this."""
+        kind = StackedConv1D if self.transposed else Stacked
+        for way, name in self.stored_as.items():
+            for number in self.own:
+                yield f"{way}.{number}", kind(f"{prefix}.{name}")
 
 
 class _FixedRows(TorchFunctionMode):
@@ -210,7 +207,9 @@ def parallelise(
             put(model, path, head)
         elif isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and path not in uncalled:
             own = replace(build, dtype=wide.get(f"{path}.weight", build.dtype))
-            put(model, path, _linear(module, path, plan, own))
+            made = _linear(module, path, plan, own)
+            made.quantized = own.dtype is build.dtype and path.rpartition(".")[2] not in ROUTERS
+            put(model, path, made)
         elif hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
             put(model, path, _experts(module, build))
     _own_parameters(model, plan, wide, build)
@@ -219,7 +218,7 @@ def parallelise(
     return embedding, head, replaced
 
 
-def _linear(old: nn.Linear, path: str, plan: Mapping[str, str], build: Build) -> nn.Module:
+def _linear(old: nn.Linear, path: str, plan: Mapping[str, str], build: Build) -> ParallelLinear:
     style = _style(plan, path) if build.group.size > 1 else "replicate"
     if style in WHOLE:
         return WholeLinear(old, build)

@@ -21,7 +21,7 @@ from engine.attention.base import AttentionContext
 from engine.errors import CheckpointError
 from engine.kernels.base import Kernels
 from engine.layers.attention import CachedAttention
-from engine.layers.base import Build, Stored, WeightRule
+from engine.layers.base import Build, Stored, WeightRule, weight_rules
 from engine.models.blueprint import META, BlueprintGroup
 from engine.models.causal_lm import CausalLM
 from engine.models.config import ModelConfig
@@ -35,7 +35,6 @@ from engine.models.transformers.positions import ORDER, Counted, counted, tell
 from engine.models.transformers.recognised import KernelMLP
 from engine.models.transformers.rotations import replace_rotations
 from engine.models.transformers.shapes import ShapesAlone
-from parallel.parameter import ShardedParameter
 
 LAYER = re.compile(r"layers\.\d+")
 
@@ -65,8 +64,10 @@ class TransformersModel(CausalLM):
         self.cached = tuple(part for part in self.parts() if part.cache_spec(build.dtype) is not None)
         for index, layer in enumerate(self.cached):
             layer.cache_index = index
+        self.layers_path = f"hf.{self.body_name}"
         # These are parts of `hf` already, where modules of torch look for them.
-        vars(self).update(head=head, layers=self.hf.get_submodule(self.body_name), embedding=embedding)
+        layers, names = self.hf.get_submodule(self.body_name), _names(self.hf)
+        vars(self).update(head=head, layers=layers, embedding=embedding, names=names)
         if build.group.device != META:
             fill_buffers(self.hf, build.group.device)
             if build.group.device.type == "cpu":  # elsewhere to compare cosines would halt the host in every step
@@ -93,15 +94,7 @@ class TransformersModel(CausalLM):
 
     @override
     def weights(self, on_disk: Collection[str] = ()) -> Iterator[WeightRule]:
-        stacked = {path: part for path, part in self.named_modules() if isinstance(part, StackedExperts | KernelMLP)}
-        for path, part in stacked.items():
-            yield from part.rules(path, path.removeprefix("hf."))
-        for target, parameter in self.named_parameters():
-            if not any(target.startswith(f"{path}.") for path in stacked):
-                name = target.removeprefix("hf.").replace(".inner.weight", ".weight")
-                if not isinstance(parameter, ShardedParameter):
-                    raise TypeError(f"{target} is no parameter that can load itself")
-                yield WeightRule(name, target, parameter.full_shape())
+        return weight_rules(self, self.names)
 
     @override
     def stored(self, names: Iterable[str], wanted: Iterable[str]) -> Stored:
@@ -145,6 +138,18 @@ class TransformersModel(CausalLM):
             return logits
         finally:
             self.hf._modules[self.body_name] = body
+
+
+def _names(model: nn.Module) -> dict[str, str | tuple[str, ...]]:
+    """Return what modules, and parameters of the outermost, are called in a checkpoint, by their paths."""
+    found: dict[str, str | tuple[str, ...]] = {f"hf.{name}": name for name in (*model._parameters, *model._buffers)}
+    for path, part in model.named_modules():
+        if isinstance(part, ParallelEmbedding):
+            found[f"hf.{path}.inner"] = path
+        elif isinstance(part, StackedExperts | KernelMLP):
+            found |= {f"hf.{path}.{inner}": name for inner, name in part.names(path)}
+        found.setdefault(f"hf.{path}", path)
+    return found
 
 
 class _Output:

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from engine.layers.base import Build, Layer, WeightRule
+from engine.layers.base import Build, Layer
 from engine.layers.mlp import ACTIVATIONS, Gate
 from engine.layers.norm import RMSNorm
 from parallel.linear import MergedColumnParallelLinear, RowParallelLinear
-from parallel.parameter import ShardedParameter
 
 logger = logging.getLogger(__name__)
 
@@ -85,17 +84,10 @@ class KernelMLP(Layer):
         self.up = MergedColumnParallelLinear(first.in_features, [inner, inner], first.bias is not None, group, dtype)
         self.down = RowParallelLinear(inner, last.out_features, last.bias is not None, group, dtype)
 
-    def rules(self, path: str, prefix: str) -> Iterator[WeightRule]:
-        """Yield the rules of the parameters. path: of this module in the model, prefix: in the checkpoint."""
-        names = ((self.up, "up", self.form.up), (self.down, "down", (self.form.down,)))
-        for linear, kind, stored in names:
-            for leaf, parameter in linear.named_parameters():
-                if not isinstance(parameter, ShardedParameter):
-                    raise TypeError(f"{path}.{kind}.{leaf} is no parameter that can load itself")
-                parts = [None] if len(stored) == 1 else [piece.key for piece in parameter.pieces]
-                for name, part in zip(stored, parts, strict=True):
-                    shape = parameter.full_shape(part)
-                    yield WeightRule(f"{prefix}.{name}.{leaf}", f"{path}.{kind}.{leaf}", shape, part)
+    def names(self, prefix: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Yield the linear layers, with what a checkpoint calls them piece by piece. prefix: what it calls this."""
+        for inner, names in (("up", self.form.up), ("down", (self.form.down,))):
+            yield inner, tuple(f"{prefix}.{name}" for name in names)
 
     @override
     def forward(self, x: Tensor) -> Tensor:
