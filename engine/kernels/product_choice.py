@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.device.host_memory import as_in_steps
 from engine.kernels.compiler import FOLDER, chosen_isa
 from parallel.c_library import cache_folder, processor
 from parallel.file_lock import locked
@@ -59,7 +60,8 @@ class ProductChoice:
             with locked(file.with_suffix(".lock"), LOCK_TIMEOUT):
                 self._known |= _read(file)  # another process may have been here
                 if question not in self._known:
-                    self._known[question] = _measured(weight, ways)
+                    with as_in_steps():
+                        self._known[question] = _measured(weight, ways)
                     _write(file, self._known)
         except OSError as error:  # full, or held by a process that stands still
             logger.warning("products are not measured, the usual way is taken: %s", error)

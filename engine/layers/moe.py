@@ -141,11 +141,10 @@ class Experts(Layer):
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Multiply by all experts at once, where `kernels` can; called once, after the weights are loaded."""
-        linear = [self._linear(layers, number) for layers in (self.up, self.down) for number in self.own]
-        if not all(layer.method.in_parameters for layer in linear):
+        ups, downs = ([self._linear(layers, number) for number in self.own] for layers in (self.up, self.down))
+        if not _are_alike(ups) or not _are_alike(downs):
             return
-        up = kernels.grouped_product([self._linear(self.up, number) for number in self.own])
-        down = kernels.grouped_product([self._linear(self.down, number) for number in self.own])
+        up, down = kernels.grouped_product(ups), kernels.grouped_product(downs)
         self.grouped = (up, down) if up is not None and down is not None else None
 
     @staticmethod
@@ -243,6 +242,15 @@ class Experts(Layer):
         numbers = torch.cat([each[cut[rank] : cut[rank + 1]] for each, cut in zip(by_rank, cuts, strict=True)])
         sent = [last - first for first, last in pairwise(cuts[rank])]
         return sent, [cut[rank + 1] - cut[rank] for cut in cuts], numbers
+
+
+def _are_alike(layers: Sequence[ParallelLinear]) -> bool:
+    """Whether the parameters of these layers say all of their weights, and are of one form."""
+
+    def form(layer: ParallelLinear) -> list[tuple[str, torch.dtype, torch.Size]]:
+        return [(name, parameter.dtype, parameter.shape) for name, parameter in layer.named_parameters()]
+
+    return all(layer.method.in_parameters and form(layer) == form(layers[0]) for layer in layers)
 
 
 def first_experts(count: int, size: int) -> list[int]:

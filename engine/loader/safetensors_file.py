@@ -83,7 +83,7 @@ class TensorOnDisk(WeightSource):
 
         Raises `CheckpointError` where there are not so many.
         """
-        if not self.shape or index >= self.shape[0]:
+        if not self.shape or not 0 <= index < self.shape[0]:
             raise CheckpointError(
                 f"{self.file.path}: tensor {self.name} has shape {list(self.shape)}; config.json wants more than "
                 f"{index} along its first axis"

@@ -70,6 +70,7 @@ class FourBitLinear(QuantizedLinear):
     """
 
     numbers = 2
+    widens = True
 
     def __init__(self, spec: QuantizationSpec) -> None:
         self._spec = spec
@@ -96,7 +97,8 @@ class FourBitLinear(QuantizedLinear):
         if self._group < LEAST_GROUP:
             raise ConfigError(
                 f"tensor_parallel_size={layer.group.size}: {name} has {plain.shape[1]} inputs on each rank, which "
-                f"cut groups of {layout.group} into ones of {self._group}; use a smaller tensor_parallel_size",
+                f"cut groups of {layout.group} into ones of {self._group}; use a smaller tensor_parallel_size, or "
+                "enable_expert_parallel for experts",
                 "tensor_parallel_size",
             )
         self.outline(layer)

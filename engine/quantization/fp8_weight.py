@@ -37,6 +37,7 @@ class Fp8WeightLinear(ChannelLinear):
 
     dtype = E4M3
     limit = LARGEST_E4M3
+    widens = True
 
     @override
     def hold(self, weight: Tensor, scale: Tensor) -> None:
@@ -66,6 +67,8 @@ class Fp8BlockLinear(QuantizedLinear):
     A block here is a part of one on disk where ranks, or parts of a merged weight, begin or end within that. Made
     plain for each product, on any device; `use_kernels` puts a product that reads fp8 in its place.
     """
+
+    widens = True
 
     def __init__(self, spec: QuantizationSpec) -> None:
         if spec.block is None:

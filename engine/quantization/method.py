@@ -29,7 +29,12 @@ MEETING_TIMEOUT = 300.0  # seconds that ranks wait for each other's largest weig
 
 
 class QuantizedLinear(LinearMethod):
-    """A weight that is held in fewer bits than the activations."""
+    """A weight that is held in fewer bits than the activations.
+
+    widens: whether each product makes the weight plain first, as long as the layer's method is this one.
+    """
+
+    widens: ClassVar[bool] = False
 
     @abstractmethod
     def outline(self, layer: ParallelLinear) -> None:

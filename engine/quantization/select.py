@@ -180,6 +180,16 @@ def choose_products(model: nn.Module, kernels: Kernels) -> None:
                 if owners[id(weight)] == 1:
                     layer.release_weight()
     if linear:
+        slow = Counter(
+            layer.method.describe()
+            for layer in linear
+            if isinstance(layer.method, QuantizedLinear) and layer.method.widens
+        )
+        if slow:
+            logger.warning(
+                "made plain for each product, which is slow: %s",
+                ", ".join(f"{count} of {form}" for form, count in sorted(slow.items())),
+            )
         methods = Counter(type(layer.method).__name__ for layer in linear)
         logger.info("products: %s", ", ".join(f"{count} by {name}" for name, count in sorted(methods.items())))
 

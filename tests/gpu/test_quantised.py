@@ -90,16 +90,16 @@ def test_int8_products_are_those_of_the_weights_they_stand_for(shape, rows, dtyp
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 17, 64])
-@pytest.mark.parametrize("kind", ["int4", pytest.param("fp8", marks=needs_fp8)])
+@pytest.mark.parametrize("kind", ["int4", "mxfp4", pytest.param("fp8", marks=needs_fp8)])
 def test_coded_products_are_those_of_the_weights_they_stand_for(kind, rows, dtype):
     from engine.kernels.triton_coded import TritonFourBitLinear, TritonFp8Linear
     from engine.quantization.layout import dequantised
 
-    outs, ins, group = 1536, 4096, 128
-    if kind == "int4":
+    outs, ins, group = 1536, 4096, 32 if kind == "mxfp4" else 128
+    if kind != "fp8":
         codes = torch.randint(0, 256, (outs, ins // 2), device="cuda", dtype=torch.uint8)
         scale = some(outs, ins // group, dtype=torch.float32, seed=1) / 16
-        zero = torch.randint(0, 17, scale.shape, device="cuda", dtype=torch.uint8)
+        zero = None if kind == "mxfp4" else torch.randint(0, 17, scale.shape, device="cuda", dtype=torch.uint8)
         method, plain = TritonFourBitLinear(codes, scale, zero), dequantised(codes, scale, zero, dtype)
     else:
         weight = (some(outs, ins, seed=1) * 40).to(torch.float8_e4m3fn)

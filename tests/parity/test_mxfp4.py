@@ -21,7 +21,7 @@ from parallel.group import SoloGroup
 from tests.parity.stepping import Stepper
 from tests.parity.stored_formats import config, edit
 from tests.parity.test_stored_formats import gang
-from tests.parity.tiny_models import check_against, make, prompts
+from tests.parity.tiny_models import check_against, make, oracle_logits, prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SPEC = QuantizationSpec("mxfp4", "mxfp4", layout="blocks", group=32)
@@ -91,6 +91,22 @@ def test_experts_in_four_bits_say_what_the_plain_ones_say(checkpoints, isa, monk
     assert {type(layer.method).__name__ for layer in layers} <= {"NativeFourBitLinear", "FourBitLinear"}
     taken = sum(tensor.nbytes for layer in layers for tensor in layer.method.tensors())
     assert taken <= (2 * INNER * HIDDEN + HIDDEN * INNER) * EXPERTS * len(experts) * (0.5 + 4 / 32)
+
+
+def test_in_bfloat16_a_token_has_the_same_logits_alone_and_in_company(checkpoints):
+    """As far from those in fp32 as the plain weights' are, whatever is scaled: weights, or the sums of groups."""
+    plain, packed = checkpoints
+    model, ragged, far = oracle(plain), prompts(3, seed=4), []
+    for folder in (plain, packed):
+        stepper = Stepper(ModelRunner(config(folder, dtype="bfloat16", block_size=16), SoloGroup()))
+        distances = []
+        for sequence, prompt in zip(stepper.generate(ragged, 3), ragged, strict=True):
+            (alone,) = stepper.generate([prompt], 3)
+            assert torch.equal(torch.stack(sequence.logits), torch.stack(alone.logits))
+            expected = oracle_logits(model, sequence.tokens)[len(prompt) - 1 : -1]
+            distances.append(float((torch.stack(sequence.logits).float() - expected).norm() / expected.norm()))
+        far.append(sum(distances) / len(distances))
+    assert far[1] < 1.3 * far[0]
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.llm import LLM
 from engine.loader.checkpoint import open_model
@@ -19,7 +18,6 @@ from engine.loader.weights import load_model, read_kv_scales
 from engine.models.blueprint import blueprint
 from engine.models.config import ModelConfig
 from engine.models.registry import FAMILIES
-from engine.resolve import check_model, resolve
 from engine.sampling_params import SamplingParams
 from parallel.errors import ShardingError
 from parallel.group import SoloGroup
@@ -254,13 +252,6 @@ def test_a_model_without_a_plan_is_refused_on_two_ranks() -> None:
 def test_heads_that_cannot_be_split_are_refused() -> None:
     with pytest.raises((CheckpointError, ShardingError), match=r"2 ranks|paged cache|divide"):
         blueprint(model_config("gemma2", num_attention_heads=3, num_key_value_heads=3), size=2)
-
-
-def test_quantisation_is_refused_with_a_way_out(oracles: dict[str, Oracle]) -> None:
-    config = EngineConfig(str(oracles["phi3"].folder), quantization="int8", device="cpu")
-    model = model_config("phi3")
-    with pytest.raises(ConfigError, match="not quantised here; leave the flag out"):
-        check_model(resolve(config, model), model)
 
 
 def test_an_unknown_architecture_is_refused() -> None:

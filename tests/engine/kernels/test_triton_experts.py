@@ -162,7 +162,17 @@ def test_an_activation_is_asked_once_for_all_experts():
 @pytest.mark.timeout(300)
 def test_the_kernel_compiles_for_gpus_and_fits_them():
     launches = compiled("tests.engine.kernels.triton_experts_launches")
-    assert {one["case"] for one in launches} == {"bf16", "fp32", "int8", "fp8", "wide", "int4", "mxfp4", "blocks"}
+    assert {one["case"] for one in launches} == {
+        "bf16",
+        "fp32",
+        "int8",
+        "fp8",
+        "wide",
+        "int4",
+        "mxfp4",
+        "nvfp4",
+        "blocks",
+    }
     for one in launches:
         assert one["shared"] <= 99 << 10, one
         assert one["spilled"] <= 96, one

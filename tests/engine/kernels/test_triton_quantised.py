@@ -93,12 +93,13 @@ def test_few_rows_with_int8_weights(dtype, rows, outs, ins):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("outs", "ins", "group"), [(16, 128, 32), (33, 144, 16), (5, 24, 24)])
+@pytest.mark.parametrize("floats", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 17])
-def test_few_rows_with_weights_of_four_bits(dtype, rows, outs, ins, group):
+def test_few_rows_with_weights_of_four_bits(dtype, rows, outs, ins, group, floats):
     generator = torch.Generator().manual_seed(1)
     codes = torch.randint(0, 256, (outs, ins // 2), generator=generator).to(DEVICE, torch.uint8)
     scale = some(outs, ins // group, seed=2) / 16  # of either sign
-    zero = torch.randint(0, 17, scale.shape, generator=generator).to(DEVICE, torch.uint8)
+    zero = None if floats else torch.randint(0, 17, scale.shape, generator=generator).to(DEVICE, torch.uint8)
     wide, bias = some(rows, ins + 3, dtype=dtype), some(outs, dtype=dtype, seed=3)
     x = wide[:, :ins]
     method = TritonKernels().four_bit_linear(codes, scale, zero)
@@ -137,7 +138,15 @@ def test_more_rows_make_the_weight_plain_first():
 @pytest.mark.timeout(300)
 def test_coded_products_compile_for_gpus_and_fit_them():
     launches = compiled("tests.engine.kernels.triton_coded_launches")
-    assert {one["case"] for one in launches} == {"int4", "int4 channel", "fp8", "fp8 blocks", "fp32"}
+    assert {one["case"] for one in launches} == {
+        "int4",
+        "int4 channel",
+        "mxfp4",
+        "nvfp4",
+        "fp8",
+        "fp8 blocks",
+        "fp32",
+    }
     for one in launches:
         assert one["shared"] <= 99 << 10, one
         assert one["spilled"] <= 96, one

@@ -8,9 +8,9 @@ from tests.triton_compiler import instead_of_launching, show
 OUTS, INS = 4096, 12288  # of Qwen3-8B: the way back of an MLP
 
 
-def int4(group: int) -> TritonFourBitLinear:
+def four_bits(group: int, floats: bool = False) -> TritonFourBitLinear:
     groups = INS // group
-    zero = torch.full((OUTS, groups), 8, dtype=torch.uint8)
+    zero = None if floats else torch.full((OUTS, groups), 8, dtype=torch.uint8)
     return TritonFourBitLinear(torch.zeros(OUTS, INS // 2, dtype=torch.uint8), torch.ones(OUTS, groups), zero)
 
 
@@ -19,11 +19,13 @@ def fp8(*blocks: int) -> TritonFp8Linear:
 
 
 CASES = {
-    "int4": (int4(128), torch.bfloat16),
-    "int4 channel": (int4(INS), torch.float16),
+    "int4": (four_bits(128), torch.bfloat16),
+    "int4 channel": (four_bits(INS), torch.float16),
+    "mxfp4": (four_bits(32, floats=True), torch.bfloat16),
+    "nvfp4": (four_bits(16, floats=True), torch.bfloat16),
     "fp8": (fp8(OUTS, 1), torch.bfloat16),
     "fp8 blocks": (fp8(OUTS // 128, INS // 128), torch.bfloat16),
-    "fp32": (int4(64), torch.float32),
+    "fp32": (four_bits(64), torch.float32),
 }
 
 if __name__ == "__main__":

@@ -214,6 +214,16 @@ def test_a_kernel_is_given_codes_scales_and_zeros_once() -> None:
     assert [each.numel() for each in (layer.weight, layer.weight_scale, layer.weight_zero)] == [0, 0, 0]
 
 
+def test_a_weight_is_made_plain_without_a_copy_from_the_host(monkeypatch) -> None:
+    """Which a CUDA graph that is recorded cannot hold."""
+    layer, whole = filled(MXFP4)
+    monkeypatch.setattr(torch, "tensor", None)
+    found = layer(normal(3, INS))
+    monkeypatch.undo()
+    exact = normal(3, INS).double() @ whole.t() + layer.bias.double()
+    assert float((found.double() - exact).abs().max()) <= 1e-5 * float(exact.abs().max())
+
+
 REORDERED = replace(INT4, reordered=True)
 
 
@@ -230,6 +240,29 @@ def test_experts_are_multiplied_at_once_only_by_what_says_all_of_their_weights(s
 
     experts.use_kernels(Grouping())
     assert (experts.grouped is None) == (spec is REORDERED)
+
+
+def test_experts_that_are_held_unlike_are_multiplied_one_by_one() -> None:
+    """A checkpoint may leave single ones plain, or hold them otherwise."""
+    experts = Experts(3, 64, [32, 32], 32, Gate("silu"), Build(GROUP, torch.float32, 8))
+    for number in ("0", "2"):
+        experts.up[number].method = method_of(MXFP4)
+        experts.up[number].method.create(experts.up[number], "layer")
+
+    class Grouping(TorchKernels):
+        def grouped_product(self, layers) -> GroupedProduct:
+            raise AssertionError("these have no one form")
+
+    experts.use_kernels(Grouping())
+    assert experts.grouped is None
+
+
+def test_what_is_made_plain_for_each_product_is_told(caplog) -> None:
+    """Groups that ranks cut to 8 are none that the compiled products of bfloat16 take two inputs at a time of."""
+    layer, _ = filled(replace(INT4, group=8), torch.bfloat16)
+    choose_products(layer, TorchKernels())
+    told = "made plain for each product, which is slow: 1 of FourBitLinear 192x320 by 8"
+    assert (told in caplog.text) == (not isinstance(layer.method, TorchInt4Linear))
 
 
 def test_what_rounds_otherwise_is_described_otherwise() -> None:
