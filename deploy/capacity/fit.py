@@ -62,6 +62,11 @@ class GpuFit:
         return (self.num_blocks - 1) * self.config.block_size
 
     @property
+    def whole_sequences(self) -> int:
+        """Sequences as long as the context that fit the cache at a time."""
+        return self.kv_tokens // self.config.context_len
+
+    @property
     def allowed_bytes(self) -> int:
         """What the engine may use."""
         return int(self.gpu.total_bytes * self.config.gpu_memory_utilization)
@@ -162,7 +167,13 @@ class Asked:
 
 def nearest(asked: Asked) -> list[str]:
     """Return the single changes that would do, as flags, nearest first; none where no single one does."""
-    return [*_sizes(asked), *_contexts(asked), *_steps(asked), *_dtypes(asked), *_gpus(asked)]
+    found = (_sizes, _weights, _caches, _contexts, _steps, _dtypes, _gpus)
+    return [change for changes in found for change in changes(asked)]
+
+
+def roomier(asked: Asked) -> list[str]:
+    """Return the single changes of how a model is held that would do, as flags; its context stays as long."""
+    return [change for changes in (_sizes, _weights, _caches) for change in changes(asked)]
 
 
 def _sizes(asked: Asked) -> Iterator[str]:
@@ -172,6 +183,23 @@ def _sizes(asked: Asked) -> Iterator[str]:
         if asked.works(tensor_parallel_size=size):
             yield f"--tensor-parallel-size {size}"
             return
+
+
+def _weights(asked: Asked) -> Iterator[str]:
+    """Weights in eight bits, fp8 where the GPU multiplies it, and in four: of plain ones, made as they are loaded."""
+    now = asked.config.quantization
+    if asked.model.quantization is not None or now == "int4":
+        return
+    eight = next((each for each in ("fp8", "int8") if asked.works(quantization=each)), None) if now is None else None
+    for method in (eight, "int4"):
+        if method is not None and asked.works(quantization=method):
+            yield f"--quantization {method}"
+
+
+def _caches(asked: Asked) -> Iterator[str]:
+    """Keys and values in fp8."""
+    if not asked.config.fp8_cache and asked.works(kv_cache_dtype="fp8"):
+        yield f"{flag('kv_cache_dtype')} fp8"
 
 
 def _contexts(asked: Asked) -> Iterator[str]:

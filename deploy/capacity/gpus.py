@@ -9,10 +9,18 @@ halved. fp8 is with accumulation in fp32. Sources, all by NVIDIA:
 - L4: "NVIDIA L4 Tensor Core GPU", data sheet. L40, L40S: data sheets "NVIDIA L40" and "NVIDIA L40S".
 - H100, H100-NVL: "NVIDIA H100 Tensor Core GPU", data sheet (columns SXM and NVL); H100-PCIe: the same, first edition.
 - H200, H200-NVL: "NVIDIA H200 Tensor Core GPU", data sheet.
+- GH200, GH200-144GB: "NVIDIA GH200 Grace Hopper Superchip", data sheet (HBM3 and HBM3e),
+  one to a host.
 - B200: "NVIDIA Blackwell", data sheet, HGX B200, per GPU.
+- B300: "NVIDIA HGX B300", data sheet, an eighth of the board. Of this one the 288 GB are 10^9 bytes each, 268 GiB.
+- GB200: "NVIDIA GB200 NVL72", data sheet, a 72nd of the rack.
+- RTX-PRO-6000: "NVIDIA RTX PRO 6000 Blackwell Server Edition", data sheet; RTX-PRO-6000-WS: "... Workstation Edition"
+  with "NVIDIA RTX Blackwell PRO GPU Architecture", white paper, appendix.
 - RTX-3090: "NVIDIA Ampere GA102 GPU Architecture", white paper, appendix. RTX-4090: "NVIDIA Ada GPU Architecture",
   white paper, appendix A. RTX-5090: "NVIDIA RTX Blackwell GPU Architecture", white paper, appendix A.
 - RTX-A6000, RTX-6000-Ada: data sheets "NVIDIA RTX A6000" and "NVIDIA RTX 6000 Ada Generation".
+
+What joins them is on the same sheets; see `deploy.capacity.links`.
 """
 
 from __future__ import annotations
@@ -21,12 +29,26 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from deploy.capacity.links import (
+    BRIDGE_OF_A100,
+    BRIDGE_OF_H100,
+    BRIDGE_OF_H200,
+    NETWORK,
+    NVLINK_3,
+    NVLINK_4,
+    NVLINK_5,
+    NVLINK_5_RACK,
+    PCIE_4,
+    PCIE_5,
+    Link,
+)
 from deploy.cli.terminal import GIB
 from engine.errors import ConfigError
 
 # What CUDA reports is less than the sheet's figure, which is in GiB whatever it says: 139.8 GiB of an H200's 141,
 # 79.2 of an H100's 80, 44.5 of an L40S's 48 (whose GDDR gives a sixteenth to error correction), 178.4 of a B200's.
 # Error correction is counted where cards come with it on; an RTX-A6000 comes with it off, and shows 47.5 of its 48.
+# GDDR7 has bits of its own for it: an RTX-PRO-6000 shows 95.0 to 95.6 of its 96.
 REPORTED = 0.99
 WITH_ECC = 15 / 16
 
@@ -36,7 +58,8 @@ class Gpu:
     """One kind of GPU, in the units of data sheets.
 
     memory: GB. bandwidth: GB/s. fp32, bf16, fp8: dense TFLOP/s of matrix products (fp32 without TF32; fp16 is as fast
-    as bf16); fp8 None = it has none. ecc_in_memory: whether error correction takes its bits from the memory.
+    as bf16); fp8 None = it has none. link: what joins several of one host. ecc_in_memory: whether error correction
+    takes its bits from the memory.
     """
 
     name: str
@@ -45,6 +68,7 @@ class Gpu:
     fp32: float
     bf16: float
     fp8: float | None = None
+    link: Link = PCIE_4
     ecc_in_memory: bool = False
 
     @property
@@ -74,24 +98,30 @@ GPUS: Mapping[str, Gpu] = {
     for gpu in (
         Gpu("RTX-3090", 24, 936, 35.6, 71),
         Gpu("RTX-4090", 24, 1008, 82.6, 165.2, 330.3),
-        Gpu("RTX-5090", 32, 1792, 104.8, 209.5, 419),
+        Gpu("RTX-5090", 32, 1792, 104.8, 209.5, 419, PCIE_5),
         Gpu("RTX-A6000", 48, 768, 38.7, 154.8),
         Gpu("RTX-6000-Ada", 48, 960, 91.1, 364.2, 728.5, ecc_in_memory=True),
+        Gpu("RTX-PRO-6000", 96, 1597, 120, 500, 1000, PCIE_5),
+        Gpu("RTX-PRO-6000-WS", 96, 1792, 126, 503.8, 1007.6, PCIE_5),
         Gpu("L4", 24, 300, 30.3, 121, 242.5, ecc_in_memory=True),
         Gpu("A10", 24, 600, 31.2, 125, ecc_in_memory=True),
         Gpu("A40", 48, 696, 37.4, 149.7, ecc_in_memory=True),
         Gpu("L40", 48, 864, 90.5, 181, 362, ecc_in_memory=True),
         Gpu("L40S", 48, 864, 91.6, 362, 733, ecc_in_memory=True),
         Gpu("A30", 24, 933, 10.3, 165),
-        Gpu("A100-40GB", 40, 1555, 19.5, 312),
-        Gpu("A100-80GB", 80, 2039, 19.5, 312),
-        Gpu("A100-80GB-PCIe", 80, 1935, 19.5, 312),
-        Gpu("H100-PCIe", 80, 2000, 51, 756.5, 1513),
-        Gpu("H100", 80, 3350, 67, 989.5, 1979),
-        Gpu("H100-NVL", 94, 3900, 60, 835.5, 1670.5),
-        Gpu("H200", 141, 4800, 67, 989.5, 1979),
-        Gpu("H200-NVL", 141, 4800, 60, 835.5, 1670.5),
-        Gpu("B200", 180, 7700, 75, 2250, 4500),
+        Gpu("A100-40GB", 40, 1555, 19.5, 312, link=NVLINK_3),
+        Gpu("A100-80GB", 80, 2039, 19.5, 312, link=NVLINK_3),
+        Gpu("A100-80GB-PCIe", 80, 1935, 19.5, 312, link=BRIDGE_OF_A100),
+        Gpu("H100-PCIe", 80, 2000, 51, 756.5, 1513, BRIDGE_OF_H100),
+        Gpu("H100", 80, 3350, 67, 989.5, 1979, NVLINK_4),
+        Gpu("H100-NVL", 94, 3900, 60, 835.5, 1670.5, BRIDGE_OF_H100),
+        Gpu("H200", 141, 4800, 67, 989.5, 1979, NVLINK_4),
+        Gpu("H200-NVL", 141, 4800, 60, 835.5, 1670.5, BRIDGE_OF_H200),
+        Gpu("GH200", 96, 4000, 67, 989.5, 1979, NETWORK),
+        Gpu("GH200-144GB", 144, 4900, 67, 989.5, 1979, NETWORK),
+        Gpu("B200", 180, 7700, 75, 2250, 4500, NVLINK_5),
+        Gpu("B300", 268, 8000, 75, 2250, 4500, NVLINK_5),
+        Gpu("GB200", 186, 8000, 80, 2500, 5000, NVLINK_5_RACK),
     )
 }
 # Names under which one of them goes as well, in capitals: people's, and those of `nvidia-smi`, with which nodes are
@@ -107,6 +137,13 @@ ALIASES: Mapping[str, str] = {
     "H200-SXM": "H200",
     "A6000": "RTX-A6000",
     "RTX-6000-ADA-GENERATION": "RTX-6000-Ada",
+    "GH200-480GB": "GH200",
+    "GH200-96GB": "GH200",
+    "GH200-144G-HBM3E": "GH200-144GB",
+    "B300-SXM6-AC": "B300",
+    "RTX-PRO-6000-BLACKWELL": "RTX-PRO-6000",
+    "RTX-PRO-6000-BLACKWELL-SERVER-EDITION": "RTX-PRO-6000",
+    "RTX-PRO-6000-BLACKWELL-WORKSTATION-EDITION": "RTX-PRO-6000-WS",
 }
 
 

@@ -140,7 +140,18 @@ OF_A_BATCH = (
 )
 QUOTED = r"(?<!\w)(['\"])(?:\\.|(?!\1).)*\1(?!\w)"  # of a message; the first group is its quotation mark
 # Flags of `squadron plan` that are no settings, and the settings that change what a model needs of a GPU.
-OF_A_PLAN = ("gpu", "rps", "ttft", "tpot", "input_len", "output_len", "roofline_share")
+OF_A_PLAN = (
+    "gpu",
+    "gpu_prices",
+    "rps",
+    "ttft",
+    "tpot",
+    "input_len",
+    "output_len",
+    "headroom",
+    "spare_replicas",
+    "roofline_share",
+)
 PLANNED = (
     "tensor_parallel_size",
     "dtype",

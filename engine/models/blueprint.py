@@ -24,15 +24,20 @@ logger = logging.getLogger(__name__)
 
 
 class BlueprintGroup(Group):
-    """Rank 0 of a group whose other ranks are nowhere: tensors keep or get the shapes that they have in a group."""
+    """Rank 0 of a group whose other ranks are nowhere: tensors keep or get the shapes that they have in a group.
+
+    exchanges, sent_bytes: sums and exchanges so far, and the bytes of what they were given.
+    """
 
     def __init__(self, size: int) -> None:
         self.rank = 0
         self.size = size
         self.device = META
+        self.exchanges = self.sent_bytes = 0
 
     @override
     def all_reduce(self, x: Tensor) -> Tensor:
+        self._note(x)
         return x
 
     @override
@@ -43,6 +48,7 @@ class BlueprintGroup(Group):
     def all_to_all(
         self, x: Tensor, sent: Sequence[int] | None = None, received: Sequence[int] | None = None
     ) -> Tensor:
+        self._note(x)
         return x
 
     @override
@@ -56,6 +62,11 @@ class BlueprintGroup(Group):
     @override
     def close(self) -> None:
         """There is nothing to free."""
+
+    def _note(self, x: Tensor) -> None:
+        if self.size > 1:
+            self.exchanges += 1
+            self.sent_bytes += x.nbytes
 
 
 def build_model(config: ModelConfig, build: Build) -> CausalLM:

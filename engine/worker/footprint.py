@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -37,7 +38,7 @@ from engine.kv.cache_specs import RecurrentSpec, block_bytes, state_bytes
 from engine.layers.attention import attention_specs
 from engine.layers.mla import HeadProducts
 from engine.layers.moe import Experts
-from engine.models.blueprint import META, blueprint, outlined
+from engine.models.blueprint import META, BlueprintGroup, blueprint, outlined
 from engine.models.causal_lm import CausalLM
 from engine.models.config import ModelConfig
 from engine.models.decoder import DecoderLM
@@ -47,6 +48,7 @@ from engine.sampling.sampler import score
 from engine.sampling_params import MAX_LOGPROBS
 from engine.worker.forward import logit_rows
 from engine.worker.graph_sizes import graph_sizes, mixed_sizes
+from engine.worker.step_counts import StepCounts, count_launches
 from parallel.linear import ParallelLinear, PlainLinear
 
 
@@ -112,7 +114,7 @@ class Footprint:
     read_bytes: weights that a step reads; an embedding's rows are looked up, not read.
     attention: of each layer that attends. block_bytes: of one KV block. state_bytes: of the recurrent state of one
     sequence, 0 where there is none. no_attention: why no attention made for GPUs takes this model so, None where one
-    does.
+    does. counts: what a step launches and sends.
     """
 
     parameters: int
@@ -126,6 +128,7 @@ class Footprint:
     block_bytes: int
     state_bytes: int
     no_attention: str | None
+    counts: StepCounts
 
 
 def footprint_of(config: EngineConfig, model: ModelConfig) -> Footprint:
@@ -157,10 +160,14 @@ def footprint_of(config: EngineConfig, model: ModelConfig) -> Footprint:
         block_bytes=block_bytes(built.cache_specs(dtype), config.block_size),
         state_bytes=state_bytes(built.cache_specs(dtype)),
         no_attention=no_attention,
+        counts=StepCounts(),
     )
+    layers = built.layers
     _shorten(built)
     graphs = 0 if no_attention or not built.supports_graphs else graph_bytes(config, built)
-    return replace(found, step_bytes=step_bytes(config, built), graph_bytes=graphs)
+    found = replace(found, step_bytes=step_bytes(config, built), graph_bytes=graphs)
+    built.layers = layers
+    return replace(found, counts=_step_counts(config, built))
 
 
 def _parameters(config: EngineConfig, model: ModelConfig, built: CausalLM) -> int:
@@ -251,8 +258,33 @@ def _hidden(config: EngineConfig, model: CausalLM, rows: int) -> Tensor:
     return torch.empty(rows, model.hidden_size, dtype=getattr(torch, config.dtype), device=META)
 
 
+def _step_counts(config: EngineConfig, model: CausalLM) -> StepCounts:
+    """Return what a step of one token launches and sends; the model is of no use afterwards."""
+    group = model.group
+
+    def run() -> None:
+        _run_layers(model, config, 1, nullcontext())
+        model.own_logits(_hidden(config, model, 1))
+
+    before = (group.exchanges, group.sent_bytes) if isinstance(group, BlueprintGroup) else (0, 0)
+    with torch.inference_mode():
+        launches = count_launches(model, MetaKernels(), run)
+    if not isinstance(group, BlueprintGroup):
+        return StepCounts(launches)
+    return StepCounts(launches, group.exchanges - before[0], group.sent_bytes - before[1])
+
+
 def _layers_bytes(model: CausalLM, config: EngineConfig, num_tokens: int) -> int:
     """Return the most bytes at one time inside the layers of a model."""
+    inside = LiveBytes()
+    _run_layers(model, config, num_tokens, inside)
+    return inside.peak
+
+
+def _run_layers(
+    model: CausalLM, config: EngineConfig, num_tokens: int, watch: AbstractContextManager[object]
+) -> None:
+    """Run a model's layers over so many tokens, in shapes. watch: entered for the layers alone."""
     with META, torch.inference_mode():
         ids = torch.empty(num_tokens, dtype=torch.int32)
         specs, kinds = attention_specs(model.cached, config, META)
@@ -261,9 +293,8 @@ def _layers_bytes(model: CausalLM, config: EngineConfig, num_tokens: int) -> int
         context = AttentionContext(
             backend, (None,) * len(specs), _caches(model), StateRows(nowhere, nowhere, nowhere)
         )
-        with LiveBytes() as inside:
+        with watch:
             model(ids, ids, context)
-    return inside.peak
 
 
 def _caches(model: CausalLM) -> tuple[LayerCache | tuple[Tensor, ...], ...]:
