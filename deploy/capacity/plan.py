@@ -222,7 +222,7 @@ def plan_capacity(config: EngineConfig, gpu: str, wanted: Wanted) -> CapacityPla
     Raises `ConfigError` with the nearest that does where it does not fit, and `CheckpointError`.
     """
     kind = gpu_named(gpu)
-    model = read_model_config(resolve_model(config.model), config.model_impl)
+    model = read_model_config(resolve_model(config.source), config.model_impl, config.hf_overrides)
     loaded = Asked(config, model, kind, lambda found: serve_load(found, wanted.within(found.config.context_len)))
     try:
         held = fit(config, model, kind)
