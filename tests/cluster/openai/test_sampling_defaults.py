@@ -1,4 +1,4 @@
-"""Sampling parameters that a request leaves open: the model's generation_config.json, as in vLLM, unless told not to."""
+"""Sampling parameters that a request leaves open: the model's generation_config.json has them, as in vLLM."""
 
 from __future__ import annotations
 
