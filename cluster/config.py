@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any
@@ -24,13 +23,17 @@ from cluster.config_values import (
     POOLINGS,
     REASONING_PARSERS,
     TOOL_PARSERS,
+    ContextLength,
     Count,
     HostNames,
+    JsonObject,
+    JsonText,
     Names,
     Origins,
     Retention,
     ScalingSettings,
     Seconds,
+    Short,
     Sizes,
     checked_endpoint,
     one_of,
@@ -38,8 +41,9 @@ from cluster.config_values import (
 )
 from cluster.model_names import resolve_model
 from cluster.routing_policies import policy_named
-from engine.config import EngineConfig, config_fields
+from engine.config import EngineConfig, config_fields, split_revision
 from engine.errors import ConfigError
+from engine.near_name import near_name
 from engine.text.tokenizer import read_chat_template
 
 NO_KEYS: Mapping[str, None] = {"api_key": None, "api_key_file": None, "metrics_key": None}  # for those who need none
@@ -72,16 +76,23 @@ class ServedModelConfig(EngineConfig):
     reasoning_parser: name of the way in which the model marks its thinking (`REASONING_PARSERS`); None = thinking is
         part of the content.
     chat_template: a file of Jinja, or the template itself, in the place of the model's own; None = that.
+    generation_config: where the sampling parameters come from that a request leaves open: `auto`, the model's
+        generation_config.json; `vllm`, nowhere, so that they are neutral; or the folder of another such file.
+    override_generation_config: what that is to say instead, a JSON object or a mapping.
     embedding_pooling: what an embedding is made of where the client does not say: `last`, the state of the last
         token, or `mean`, that of all.
     """
 
+    hf_overrides: JsonText | None = None
+    max_model_len: ContextLength = None
+    max_num_batched_tokens: Annotated[int, Short] | None = None
+    kv_cache_memory_bytes: Annotated[int, Short] | None = None
     cudagraph_capture_sizes: Sizes | None = None
     served_model_name: Names | None = None
     replicas: Count = 1
     cpus_per_worker: Annotated[float, Field(ge=0)] = 1.0
     max_inflight: Count | None = None
-    max_inflight_tokens: Count | None = None
+    max_inflight_tokens: Annotated[Count, Short] | None = None
     target_ttft: Seconds | None = None
     min_replicas: Annotated[int, Field(ge=0)] | None = None
     max_replicas: Count | None = None
@@ -95,6 +106,8 @@ class ServedModelConfig(EngineConfig):
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     chat_template: str | None = None
+    generation_config: str = "auto"
+    override_generation_config: JsonObject | None = None
     embedding_pooling: Annotated[str, one_of(POOLINGS)] = "last"
 
     @property
@@ -181,7 +194,7 @@ class ClusterConfig(ServedModelConfig):
     metrics_key: str | None = None
     max_waiting_per_tenant: Count = 4096
     max_queue_wait: Seconds = 60.0
-    max_body_bytes: Annotated[int, Field(ge=1024)] = 4 * 1024 * 1024
+    max_body_bytes: Annotated[int, Short, Field(ge=1024)] = 4 * 1024 * 1024
     strict_fields: bool = False
     link_host: str | None = None
     stall_timeout: Seconds = 3.0
@@ -191,7 +204,7 @@ class ClusterConfig(ServedModelConfig):
     max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = None
     update_failure_action: Annotated[str, one_of(FAILURE_ACTIONS)] = "rollback"
     batch_dir: str | None = None
-    max_file_bytes: Annotated[int, Field(ge=1024)] = MAX_FILE_BYTES
+    max_file_bytes: Annotated[int, Short, Field(ge=1024)] = MAX_FILE_BYTES
     batch_share: Annotated[float, Field(gt=0, le=1)] = 0.25
     metrics_compat: Annotated[str, one_of(METRICS_COMPATS)] | None = None
     otlp_traces_endpoint: Annotated[str, AfterValidator(checked_endpoint)] | None = None
@@ -265,7 +278,9 @@ def resolve_config(values: Mapping[str, Any]) -> ClusterConfig:
     The name stays what clients see. Raises `ConfigError`.
     """
     config = parse_config(values)
-    return replace(config, model=resolve_model(config.model), served_model_name=config.names)
+    found = resolve_model(config.source)
+    model = found if config.revision is None else split_revision(found)[0]
+    return replace(config, model=model, served_model_name=config.names)
 
 
 def _check_names(config: ClusterConfig) -> None:
@@ -298,8 +313,8 @@ def refuse_unknown(key: str, known: Sequence[str]) -> None:
     """Raise `ConfigError` with the nearest known name unless `key` is one."""
     if key in known:
         return
-    near = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else "known: " + ", ".join(known)
+    near = near_name(key, known)
+    hint = f"did you mean {near}?" if near else "known: " + ", ".join(known)
     raise ConfigError(f"unknown setting {key}; {hint}", key)
 
 

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,6 +50,54 @@ def _names(value: Any) -> Any:
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
+# Source: vLLM's `human_readable_int`, whose small letters are powers of 1000 and whose capitals are powers of 1024.
+SHORT_NUMBER = re.compile(r"(\d+)(\.\d+)?([kmgtKMGT])")
+POWERS = "kmgt"
+
+
+def short_number(value: Any) -> Any:
+    """Return the number that a text such as 32k (32,000), 1.5k (1,500) or 32K (32,768) means; all else as it is."""
+    found = SHORT_NUMBER.fullmatch(value.strip()) if isinstance(value, str) else None
+    if found is None:
+        return value
+    whole, part, letter = found.groups()
+    power = POWERS.index(letter.lower()) + 1
+    if letter.islower():
+        exact = Decimal(whole + (part or "")) * 1000**power
+        return int(exact)
+    if part:
+        raise ValueError(
+            f"must be whole before {letter}, a power of 1024, such as {whole}{letter}; {letter.lower()} takes parts"
+        )
+    return int(whole) * 1024**power
+
+
+def context_length(value: Any) -> Any:
+    """Return a number as `short_number` does, None for vLLM's `auto` and -1: the model's own limit, or what fits."""
+    return None if value in ("auto", "-1", -1) else short_number(value)
+
+
+Short = BeforeValidator(short_number)  # of numbers of tokens and bytes
+ContextLength = Annotated[int | None, BeforeValidator(context_length)]
+
+
+def json_text(value: Any) -> Any:
+    """Return a mapping, as a file has it, as the text that a command line has."""
+    return json.dumps(value) if isinstance(value, Mapping) else value
+
+
+def json_object(text: str) -> str:
+    """Return the text of a JSON object; raises `ValueError` for another."""
+    try:
+        if isinstance(json.loads(text), dict):
+            return text
+    except ValueError:
+        pass
+    raise ValueError("must be a JSON object such as '{\"temperature\": 0.7}'")
+
+
+JsonText = Annotated[str, BeforeValidator(json_text)]
+JsonObject = Annotated[JsonText, AfterValidator(json_object)]
 
 
 def _each(check: Callable[[str], str]) -> BeforeValidator:

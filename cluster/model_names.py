@@ -6,6 +6,7 @@ import os
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
+from engine.config import split_revision
 from engine.errors import ConfigError
 
 GROUP = "squadron.models"
@@ -19,16 +20,22 @@ def known_models() -> tuple[str, ...]:
 def resolve_model(name: str) -> str:
     """Turn what the user wrote into an absolute folder, or leave it as a hub id.
 
-    A registered name wins over a folder of that name in the working directory: `./demo` means the folder.
-    Raises `ConfigError` (flag "model") where a path is given that is no folder, or a registered name cannot be had.
+    name: may end with @ and the revision of a hub id. A registered name wins over a folder of that name in the
+    working directory: `./demo` means the folder. Raises `ConfigError` (flag "model") where a path is given that is no
+    folder, or a registered name cannot be had, and (flag "revision") where a folder is given with a revision.
     """
-    found = {entry.name: entry for entry in entry_points(group=GROUP)}.get(name)
-    if found is not None:
-        return _folder_of(found)
+    registered = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if name in registered:
+        return _folder_of(registered[name])
     path = Path(name).expanduser()
     if path.is_dir():
         return str(path.resolve())
-    if _is_path(name):
+    plain, revision = split_revision(name)
+    if revision is not None and (plain in registered or Path(plain).expanduser().is_dir()):
+        raise ConfigError(
+            f"revision: {plain} is a folder, and only models of the hub have revisions; leave it out", "revision"
+        )
+    if _is_path(plain):
         raise ConfigError(f"model: there is no folder {name}; give a model folder, a hub id or {_choices()}", "model")
     return name
 

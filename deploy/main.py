@@ -16,12 +16,21 @@ from cluster.app_config import AppConfig
 from cluster.batch.io.paths import is_url, local_path
 from cluster.config_values import GATEWAY, HAPROXY, SERVE
 from deploy.batch.flags import BatchCommand, batch
-from deploy.cli.flags import OF_A_SERVICE, PLANNED, ServeCommand, all_but, in_flags, merge_settings, with_settings
+from deploy.cli.flags import (
+    OF_A_SERVICE,
+    PLANNED,
+    ServeCommand,
+    SettingsCommand,
+    all_but,
+    in_flags,
+    merge_settings,
+    with_settings,
+)
 from deploy.cli.keys import keys, with_key_file
 from deploy.serve.environment import AUTO, Environment, check_inherited, prepare_local_ray, prepare_ray
 from deploy.serve.fork_server import fork_server
 from deploy.serve.haproxy import prepare_haproxy
-from engine.errors import SquadronError
+from engine.errors import ConfigError, SquadronError
 from parallel.errors import ParallelError, ShardingError
 
 LOAD = "Load"
@@ -70,6 +79,7 @@ def serve(
             help="A folder, a hub id, or 'demo'. --config may give it instead, as `model:` or in `models:`."
         ),
     ] = None,
+    model_flag: Annotated[str | None, typer.Option("--model", help="The same as MODEL.")] = None,
     config: Annotated[
         Path | None,
         typer.Option(help="YAML file of settings, named as the flags; the command line overrides it."),
@@ -91,8 +101,10 @@ def serve(
     Ctrl-C stops everything that was started; a second Ctrl-C does not wait for running streams.
     """
     environment = Environment.read()
-    if model is not None:
-        chosen["model"] = model
+    if None not in (model, model_flag) and model != model_flag:
+        raise ConfigError(f"model is {model!r} and --model {model_flag!r}: give one of them", "model")
+    if (either := model or model_flag) is not None:
+        chosen["model"] = either
     own_ray = environment.ray_address is None
     settings = merge_settings(config, _keys_of(environment) | chosen).behind(GATEWAY if own_ray else SERVE)
     with_keys = with_key_file(_with_batch_dir(settings), local=own_ray)
@@ -190,7 +202,7 @@ def plan(
 
 app.add_typer(keys)
 app.command("batch", cls=BatchCommand)(with_settings(batch, OF_A_SERVICE))
-app.command("plan", cls=ServeCommand)(with_settings(plan, all_but(PLANNED)))
+app.command("plan", cls=SettingsCommand)(with_settings(plan, all_but(PLANNED)))
 
 
 @app.command()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -16,7 +15,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from deploy.cli.client import client_for, server_url
+from deploy.cli.client import NO_SERVER, NoAnswerError, ask, client_for, json_object, server_url
+from deploy.cli.look import BAD, GOOD, console_for_reports, head, notice, pairs, plain_word, share_bar, show, table_of
 
 WAITING = "squadron_tenant_requests_queued"
 MIGRATIONS = "squadron_migrations_total"
@@ -144,19 +144,17 @@ STYLES = {
     "crash-looping": "bold red",
 }
 HEADS = {
-    Condition.READY: ("READY", "bold green"),
-    Condition.NOT_READY: ("NOT READY", "bold red"),
-    Condition.UNREACHABLE: ("UNREACHABLE", "bold red"),
+    Condition.READY: ("READY", GOOD),
+    Condition.NOT_READY: ("NOT READY", BAD),
+    Condition.UNREACHABLE: ("UNREACHABLE", BAD),
 }
-BAR = 6  # columns of the KV cache's bar
 
 
 def table(report: StatusReport) -> RenderableType:
     """Return the report for a terminal."""
     word, style = HEADS[report.condition]
     version = f"squadron {report.version}" if report.version else ""
-    head = Text.assemble((word, style), f"  {', '.join(report.models)}  ", (f"{report.address}  {version}", "dim"))
-    parts: list[RenderableType] = [head]
+    parts: list[RenderableType] = [head(word, style, report.address, version, title=", ".join(report.models))]
     if report.known:
         parts.append(Text(_summary(report), style="dim"))
     if report.replicas:
@@ -164,13 +162,13 @@ def table(report: StatusReport) -> RenderableType:
         reasons = {replica.reason: replica.name for replica in report.replicas if replica.reason}
         parts += [Text(f"{name or 'pending'}: {reason}", style="red") for reason, name in reasons.items()]
     if report.notice:
-        parts.append(Text(report.notice, style="yellow"))
+        parts.append(notice(report.notice))
     return Group(*parts)
 
 
 def lines(report: StatusReport) -> list[str]:
     """Return the report as one line for the server and one for each replica, `name=value` after the first words."""
-    word = HEADS[report.condition][0].lower().replace(" ", "-")
+    word = plain_word(HEADS[report.condition][0])
     values = {
         "version": report.version,
         "app": report.app_status,
@@ -214,13 +212,7 @@ def _summary(report: StatusReport) -> str:
 
 def _replicas(replicas: tuple[ReplicaLine, ...]) -> Table:
     several = len({replica.model for replica in replicas}) > 1
-    shown = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    shown.add_column("Replica", no_wrap=True)
-    if several:
-        shown.add_column("Model", no_wrap=True)
-    shown.add_column("State", no_wrap=True)
-    for name in ("Run", "Wait"):
-        shown.add_column(name, justify="right", no_wrap=True)
+    shown = table_of(("Replica", *(("Model",) if several else ()), "State"), ("Run", "Wait"))
     shown.add_column("KV cache", no_wrap=True)
     shown.add_column("", overflow="fold")
     for replica in replicas:
@@ -241,12 +233,6 @@ def _values(replica: ReplicaLine) -> tuple[str, str, RenderableType]:
     return str(replica.running or 0), str(replica.waiting or 0), share_bar(replica.kv_usage)
 
 
-def share_bar(share: float) -> Text:
-    """Return a bar of `BAR` columns with a share (0 to 1), and the share beside it."""
-    full = round(share * BAR)
-    return Text.assemble(("━" * full, "magenta"), ("─" * (BAR - full), "bright_black"), f" {share:4.0%}")
-
-
 def _plain(replica: ReplicaLine) -> str:
     values = {
         "model": replica.model,
@@ -262,15 +248,6 @@ def _plain(replica: ReplicaLine) -> str:
     return " ".join(["replica", replica.name or "-", replica.state, *pairs(values)])
 
 
-def pairs(values: Mapping[str, object]) -> list[str]:
-    """Return `name=value` of those that say something, in quotes where there is a space."""
-    return [f"{name}={_quoted(str(value))}" for name, value in values.items() if value not in (None, "")]
-
-
-def _quoted(value: str) -> str:
-    return f'"{value}"' if " " in value else value
-
-
 WATCH_SECONDS = 1.0
 
 
@@ -283,19 +260,15 @@ def fetch_with_metrics(client: httpx.Client) -> tuple[StatusReport, str]:
     """Return `fetch`'s report, and the text of /metrics where a router of ours gave it whole, else ""."""
     address = str(client.base_url).rstrip("/")
     try:
-        ready = client.get("/ready")
-        if ready.status_code == 401:
-            return _unreachable(address, "it refuses the API key: give --api-key or SQUADRON_API_KEY"), ""
-        body = ready.json()
-        metrics = client.get("/metrics")
-    except httpx.HTTPError as error:
-        hint = "start one with `squadron serve demo`, or give its --url"
-        return _unreachable(address, f"no server answers there ({error or type(error).__name__}); {hint}"), ""
+        body = json_object(ask(client, "/ready"))
+        metrics = ask(client, "/metrics")
+    except NoAnswerError as error:
+        return _unreachable(address, str(error)), ""
     except ValueError:
-        notice = "Serve answers there, but no router of the app does yet"
-        return StatusReport(address, Condition.NOT_READY, notice=notice), ""
-    if not isinstance(body, dict) or "ready" not in body:
-        return _unreachable(address, "what answers there is no squadron server"), ""
+        said = "Serve answers there, but no router of the app does yet"
+        return StatusReport(address, Condition.NOT_READY, notice=said), ""
+    if body is None or "ready" not in body:
+        return _unreachable(address, NO_SERVER), ""
     text = metrics.text if metrics.status_code == 200 else ""
     report = read_report(address, body, text)
     return report, text if report.known else ""
@@ -303,7 +276,7 @@ def fetch_with_metrics(client: httpx.Client) -> tuple[StatusReport, str]:
 
 def show_status(address: str, api_key: str | None, as_json: bool, watch: bool) -> int:
     """Print the report, until Ctrl-C if `watch`, and return the exit code: that of the last one."""
-    console = Console(highlight=False, soft_wrap=False)
+    console = console_for_reports()
     with client_for(server_url(address), api_key) as client:
         report = fetch(client)
         if not watch:
@@ -328,13 +301,8 @@ def _watch(client: httpx.Client, report: StatusReport, console: Console, as_json
 
 
 def _print(report: StatusReport, console: Console, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(report.public()), flush=True)
-    elif console.is_terminal:
-        console.print(table(report))
-    else:
-        print("\n".join(lines(report)), flush=True)
+    show(console, as_json, report.public(), table(report), lines(report))
 
 
-def _unreachable(address: str, notice: str) -> StatusReport:
-    return StatusReport(address, Condition.UNREACHABLE, notice=notice)
+def _unreachable(address: str, why: str) -> StatusReport:
+    return StatusReport(address, Condition.UNREACHABLE, notice=why)

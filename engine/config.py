@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from engine.device.topology import format_cpus, parse_cpus
 from engine.errors import ConfigError
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
+SHORT_DTYPES = {"half": "float16", "float": "float32"}  # as vLLM's users may spell them
 QUANTIZATIONS = ("fp8", "int8", "int4", "compressed-tensors", "gptq", "awq", "modelopt", "mxfp4")
 USUAL_GROUP = 128  # inputs that share a scale in int4
 LEAST_GROUP = 8  # of fewer the scales would be larger than the weights
@@ -33,6 +35,9 @@ class EngineConfig:
     """What one engine runs and how much it may use; checked on construction.
 
     model: local folder or hub id (already cached by transformers); `tokenizer=None` means the model's own.
+    revision: branch, tag or commit of a hub id; None = its main branch. Of a tokenizer: `tokenizer="NAME@REVISION"`.
+    hf_overrides: what the checkpoint's config.json is to say instead, a JSON object or a mapping: its values replace
+    those of the file, and within the config of a text half those of that. It is part of what the model is.
     model_impl: "native" = this engine's own layers, "transformers" = those of the transformers library over this
     engine's products, attention and cache; "auto" = native where there is a family for the architecture.
     enable_expert_parallel: each rank holds some experts of a layer whole, and rows are sent to the ranks of their
@@ -50,7 +55,8 @@ class EngineConfig:
     long_prefill_token_threshold: most prompt tokens one sequence may take in a step; 0 = the whole budget.
     num_kv_blocks: KV blocks incl. the null block; None = from memory.
     gpu_memory_utilization: share of the GPU's memory that the engine may use.
-    kv_cache_memory_bytes: bytes of KV cache per rank on CPU; None = a quarter of the free memory, at most 4 GiB.
+    kv_cache_memory_bytes: bytes of KV cache per rank, on a GPU in the place of what `gpu_memory_utilization` leaves;
+    None = that, and on a CPU a quarter of the free memory, at most 4 GiB.
     kv_cache_dtype: "auto" = that of the weights; "fp8" and "fp8_e4m3" are the same, half of 16 bits.
     state_snapshot_blocks: a snapshot of a sequence's recurrent state is taken every so many blocks: prefixes of such
     a model are found in these steps, and no chunk of a prompt crosses one.
@@ -74,6 +80,8 @@ class EngineConfig:
 
     model: str
     tokenizer: str | None = None
+    revision: str | None = None
+    hf_overrides: str | None = None
     model_impl: str = "auto"
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
@@ -105,6 +113,8 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "hf_overrides", _as_json_object("hf_overrides", self.hf_overrides))
+        object.__setattr__(self, "dtype", SHORT_DTYPES.get(self.dtype, self.dtype))
         for field in fields(self):
             _check_type(field.name, getattr(self, field.name), str(field.type))
         if self.cudagraph_capture_sizes is not None:
@@ -171,6 +181,11 @@ class EngineConfig:
             raise ConfigError(f"{name}={size} is for quantization=int4; give both, or leave it out", name)
         _at_least(name, size, LEAST_GROUP)
         _power_of_two(name, size)
+
+    @property
+    def source(self) -> str:
+        """Where the checkpoint is: `model`, or `model@revision` for those who read it (`split_revision`)."""
+        return self.model if self.revision is None else f"{self.model}@{self.revision}"
 
     @property
     def on_cpu(self) -> bool:
@@ -245,6 +260,12 @@ class EngineConfig:
         return replace(self, **values)
 
 
+def split_revision(source: str) -> tuple[str, str | None]:
+    """Return the id and the revision of `ID@REVISION`; no id of the hub has an @."""
+    name, _, revision = source.partition("@")
+    return name, revision or None
+
+
 def config_fields() -> tuple[str, ...]:
     """Names of all settings, in the order of the dataclass."""
     return tuple(f.name for f in fields(EngineConfig))
@@ -257,6 +278,21 @@ def _check_type(name: str, value: object, annotation: str) -> None:
     if (value is None and optional) or (isinstance(value, kinds) and (declared == "bool" or type(value) is not bool)):
         return
     raise ConfigError(f"{name} must be {such_as}, not {value!r}", name)
+
+
+def _as_json_object(name: str, value: object) -> str | None:
+    """Return a JSON object as text, keys in order, from a mapping or from text. Raises `ConfigError`."""
+    if value is None:
+        return None
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(found, Mapping):
+            raise ValueError("it is none")
+        return json.dumps(found, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{name} must be a JSON object such as '{{\"rope_theta\": 1000000}}': {error}", name
+        ) from None
 
 
 def _at_least(name: str, value: int, low: int) -> None:

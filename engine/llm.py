@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from engine.config import EngineConfig, config_fields
 from engine.core import EngineCore
 from engine.errors import ConfigError, EngineAsleepError, InvalidRequestError, PoisonedLogitsError
 from engine.grammar.compile_service import GrammarService
+from engine.near_name import near_name
 from engine.offline_run import BatchRun, DeferredInterrupt
 from engine.outputs import EmbeddingOutput, RequestOutput, normalised
 from engine.report import EngineStats
@@ -78,8 +78,8 @@ def refuse_unknown(settings: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for a setting that `EngineConfig` does not have, with the nearest that it has."""
     for name in settings:
         if name not in config_fields():
-            near = difflib.get_close_matches(name, config_fields(), n=1)
-            hint = f"did you mean {near[0]}?" if near else "known: " + ", ".join(config_fields())
+            near = near_name(name, config_fields())
+            hint = f"did you mean {near}?" if near else "known: " + ", ".join(config_fields())
             raise ConfigError(f"unknown setting {name}; {hint}", name)
 
 
@@ -143,7 +143,7 @@ class LLM:
             seed=seed,
             **more,
         )
-        self.tokenizer = Tokenizer(config.tokenizer or config.model)
+        self.tokenizer = Tokenizer(config.tokenizer or config.source)
         self._core, self.info = _engine(config)
         # A closure here would keep this LLM alive.
         vocabulary = partial(self.tokenizer.vocabulary, self.info.vocab_size)

@@ -132,7 +132,7 @@ def _store(config: ClusterConfig) -> Store:
 
 def _model(config: ClusterConfig, replicas: DeploymentHandle[Any]) -> BatchModel:
     dispatcher = Dispatcher(patient_config(config))
-    vocabulary = vocabulary_fingerprint(config.model, config.tokenizer)
+    vocabulary = vocabulary_fingerprint(config.source, config.tokenizer)
     scaled = config.max_replicas is not None
     # A model without replicas is left so until a batch asks for it.
     asleep = config.scales_to_zero
@@ -145,7 +145,7 @@ def _model(config: ClusterConfig, replicas: DeploymentHandle[Any]) -> BatchModel
         backlog=Backlog(BackgroundBounds(room, dispatcher, config.batch_share)),
         metrics=Metrics().of(config.model_id, ReplicaSetStats),
         turns=TenantTurns(),
-        fingerprint=model_identity(config.model, config.dtype, config.weight_form),
+        fingerprint=model_identity(config.source, config.dtype, config.weight_form, config.hf_overrides),
         seed=config.seed,
         answer_settings=answer_settings(config),
     )

@@ -27,6 +27,7 @@ class ServedModel:
     pooling: how the states of a text become its embedding, where a request does not say.
     by_priority: whether requests run by their priority; where not, one that is set is refused.
     strict_fields: whether fields that only hint, and have no use here, are refused.
+    sampling_defaults: fields of `SamplingParams` that hold where a request does not say.
     matryoshka: lengths to which its embeddings may be cut, () = any; None = it was not trained for that.
     """
 
@@ -43,6 +44,7 @@ class ServedModel:
     by_priority: bool = True
     strict_fields: bool = False
     aliases: tuple[str, ...] = ()
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -65,7 +65,7 @@ def parse_completion(fields: Mapping[str, Any], model: ServedModel) -> Call:
     if checked.echo and checked.logprobs is not None:
         more["prompt_logprobs"] = max(checked.logprobs, checked.prompt_logprobs or 0)
     structured, param = _structured(checked)
-    params = _sampling_params(checked, hints, structured=structured, **more)
+    params = _sampling_params(checked, hints, model, structured=structured, **more)
     return Call(
         prompts=tuple(checked.prompt),
         echo=checked.echo,
@@ -88,6 +88,7 @@ def parse_chat(fields: Mapping[str, Any], model: ServedModel) -> Call:
     params = _sampling_params(
         checked,
         hints,
+        model,
         logprobs=_chat_logprobs(checked),
         max_tokens=_chat_max_tokens(checked),
         structured=structured,
@@ -105,13 +106,16 @@ def parse_chat(fields: Mapping[str, Any], model: ServedModel) -> Call:
     )
 
 
-def _sampling_params(checked: GenerationFields, hints: Hints, **more: Any) -> SamplingParams:
+def _sampling_params(checked: GenerationFields, hints: Hints, model: ServedModel, **more: Any) -> SamplingParams:
+    """Return what the request says, and where it says nothing what the model's generation config does."""
     given = {name: value for name in _SAMPLING if (value := getattr(checked, name)) is not None}
     stop = given.get("stop", ())
     if len(stop) <= MAX_STOPS and "" in stop and not hints.strict:  # a string that is never reached stops nothing
         hints.ignore("stop")
         given["stop"] = tuple([one for one in stop if one])
-    return SamplingParams(**{**given, **more})
+    open_default = "max_tokens" in model.sampling_defaults and more.get("max_tokens", 0) is None
+    said = {name: value for name, value in more.items() if not (open_default and name == "max_tokens")}
+    return SamplingParams(**{**model.sampling_defaults, **given, **said})
 
 
 def _common(

@@ -67,7 +67,7 @@ class ReplicaHost:
         self._config = config
         self._group = group
         self._on_death = on_death
-        self._vocabulary = vocabulary_fingerprint(config.model, config.tokenizer)
+        self._vocabulary = vocabulary_fingerprint(config.source, config.tokenizer)
         self._loop = asyncio.get_running_loop()
         self._deadline = HEALTH_FACTOR * config.step_timeout
         facts = _facts(replica_id, config, group)
@@ -158,7 +158,7 @@ def _engine(group: StartedGroup) -> EngineCore:
 def _grammars(group: StartedGroup) -> GrammarService:
     info, config = group.info, group.info.config
     return GrammarService(
-        lambda: Tokenizer(config.tokenizer or config.model).vocabulary(info.vocab_size), info.eos_token_ids
+        lambda: Tokenizer(config.tokenizer or config.source).vocabulary(info.vocab_size), info.eos_token_ids
     )
 
 
@@ -173,7 +173,8 @@ def _facts(replica_id: str, config: ClusterConfig, group: StartedGroup) -> Repli
         num_kv_blocks=info.num_kv_blocks - 1,
         eos_token_ids=info.eos_token_ids,
         fingerprint=replica_fingerprint(
-            model_fingerprint(config.model, info.config.dtype, info.config.weight_form), info.arithmetic
+            model_fingerprint(config.source, info.config.dtype, info.config.weight_form, config.hf_overrides),
+            info.arithmetic,
         ),
         token_budget=info.config.token_budget,
     )

@@ -51,7 +51,7 @@ class LiveModel:
         rouse: Callable[[], bool],
     ) -> None:
         self.dispatcher = self._dispatcher = Dispatcher(dispatcher_config(config))
-        vocabulary = vocabulary_fingerprint(config.model, config.tokenizer)
+        vocabulary = vocabulary_fingerprint(config.source, config.tokenizer)
         self._cold_start = config.scales_to_zero
         scaled = config.max_replicas is not None
         incidents = incident_log(config, f"{router_id}-{replicas.deployment_name}")

@@ -14,11 +14,12 @@ from cluster.openai.served_model import ServedModel, matryoshka_of
 from cluster.openai.validation import unknown_model
 from cluster.router.replica_set import ReplicaView
 from cluster.router.why import Ask, Explanation, ReportedEvent, nothing_known
+from cluster.sampling_defaults import sampling_defaults
 from cluster.telemetry.metrics import ModelMetrics
 from cluster.wire.messages import Waited
 from engine.errors import ConfigError, InvalidRequestError
 from engine.kv.cache_size import fit_given_blocks
-from engine.loader.checkpoint import TEXT_FILES, open_model, read_json
+from engine.loader.checkpoint import TEXT_FILES, open_model, read_config
 from engine.text.tokenizer import Tokenizer, read_chat_template
 
 
@@ -100,7 +101,7 @@ class Models:
 
 def served_model(config: ClusterConfig) -> ServedModel:
     """Read a resolved configuration's tokenizer and config files, and fetch no weights; raises `SquadronError`."""
-    folder = open_model(config.model, TEXT_FILES, config.model_impl)
+    folder = open_model(config.source, TEXT_FILES, config.model_impl, config.hf_overrides)
     model = folder.config
     tools, reasoning = config.tool_call_parser, config.reasoning_parser
     template = None if config.chat_template is None else read_chat_template(config.chat_template)
@@ -109,13 +110,14 @@ def served_model(config: ClusterConfig) -> ServedModel:
     return ServedModel(
         model_id=config.model_id,
         aliases=config.names[1:],
-        tokenizer=Tokenizer(config.tokenizer or config.model, template),
+        tokenizer=Tokenizer(config.tokenizer or config.source, template),
         max_model_len=fit_given_blocks(engine, shrink).context_len,
         vocab_size=model.vocab_size,
         tool_parser=None if tools is None else TOOL_PARSERS.load(tools),
         reasoning_parser=None if reasoning is None else REASONING_PARSERS.load(reasoning),
         pooling="mean" if config.embedding_pooling == "mean" else "last",
-        matryoshka=matryoshka_of(read_json(folder.path / "config.json")),
+        matryoshka=matryoshka_of(read_config(folder.path, config.hf_overrides)),
         by_priority=engine.scheduling_policy == "priority",
         strict_fields=config.strict_fields,
+        sampling_defaults=sampling_defaults(folder.path, config),
     )

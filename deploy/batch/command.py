@@ -198,7 +198,7 @@ class BatchCommandRun:
             rows=plan.checked.rows,
             input_digest=plan.checked.digest,
             model=config.model_id,
-            fingerprint=model_identity(config.model, config.dtype, config.weight_form),
+            fingerprint=model_identity(config.source, config.dtype, config.weight_form, config.hf_overrides),
             settings=msgspec.json.encode(settings).decode(),
             created=options.created if options.created is not None else int(time.time()),
             version=version("squadron"),

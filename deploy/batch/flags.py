@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 import typer
 
-from deploy.cli.flags import ServeCommand, merge_settings
+from deploy.cli.flags import SettingsCommand, merge_settings
 from deploy.serve.environment import Environment, check_inherited, prepare_ray
 from engine.errors import ConfigError, flag
 
@@ -26,7 +26,7 @@ ROWS = "Rows"
 RUN = "Run"
 
 
-class BatchCommand(ServeCommand):
+class BatchCommand(SettingsCommand):
     """Says of one path alone that OUTPUT is missing: it is taken for OUTPUT, and INPUT missed."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -182,7 +182,7 @@ def _check_app(app: str) -> None:
 async def use_app(model: AppModel, dispatcher: Dispatcher) -> None:
     """Keep `dispatcher` linked to the app's replicas, as one more of its routers, until cancelled."""
     handle: DeploymentHandle[object] = serve.get_deployment_handle(model.deployment, app_name=model.app)
-    vocabulary = vocabulary_fingerprint(model.config.model, model.config.tokenizer)
+    vocabulary = vocabulary_fingerprint(model.config.source, model.config.tokenizer)
     scaled = model.config.max_replicas is not None
     directory = ReplicaDirectory(f"batch-{uuid4().hex}", handle, dispatcher, vocabulary, on_demand=scaled)
     try:

@@ -79,7 +79,7 @@ def plan_capacity(config: EngineConfig, gpu: str, wanted: Wanted, prices: Prices
         raise ConfigError(
             f"gpu_prices: there is none of {kind.name}; add {kind.name}=..., or leave the flag out", "gpu_prices"
         )
-    model = read_model_config(resolve_model(config.model), config.model_impl)
+    model = read_model_config(resolve_model(config.source), config.model_impl, config.hf_overrides)
     loaded = Asked(config, model, kind, lambda found: serve_load(found, wanted.within(found.config.context_len)))
     try:
         held = fit(config, model, kind)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
+
+from engine.errors import SquadronError
 
 DONE = "[DONE]"  # data of the last event of a stream
 
@@ -21,6 +25,35 @@ def key_headers(api_key: str | None) -> dict[str, str]:
 def client_for(url: str, api_key: str | None) -> httpx.Client:
     """Return a client for a server of our own: never by way of the proxies that the environment names."""
     return httpx.Client(base_url=url, headers=key_headers(api_key), timeout=5.0, trust_env=False)
+
+
+REFUSED_KEY = "it refuses the API key: give --api-key or SQUADRON_API_KEY"
+NO_SERVER = "what answers there is no squadron server"
+
+
+class NoAnswerError(SquadronError):
+    """A server cannot be asked; the sentence says why and what to do."""
+
+
+def ask(client: httpx.Client, path: str) -> httpx.Response:
+    """Return the answer to a GET. Raises `NoAnswerError` where nobody answers, or the key is refused."""
+    try:
+        answer = client.get(path)
+    except httpx.HTTPError as error:
+        hint = "start one with `squadron serve demo`, or give its --url"
+        raise NoAnswerError(f"no server answers there ({error or type(error).__name__}); {hint}") from error
+    if answer.status_code == httpx.codes.UNAUTHORIZED:
+        raise NoAnswerError(REFUSED_KEY)
+    return answer
+
+
+def json_object(answer: httpx.Response) -> dict[str, Any] | None:
+    """Return the object that an answer holds, None where it is JSON of another kind.
+
+    Raises `ValueError` where it is no JSON: that is a proxy's own.
+    """
+    body = answer.json()
+    return body if isinstance(body, dict) else None
 
 
 def event_data(line: str) -> str | None:

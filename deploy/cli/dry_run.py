@@ -37,7 +37,7 @@ def make_plan(config: ClusterConfig) -> Plan:
 
     Raises `ConfigError`, `CheckpointError` or `ShardingError`.
     """
-    model = read_model_config(resolve_model(config.model), config.model_impl)
+    model = read_model_config(resolve_model(config.source), config.model_impl, config.hf_overrides)
     resolved = resolve(config.engine, model)
     check_model(resolved, model)
     return Plan(config, resolved, model)

@@ -5,6 +5,9 @@ from __future__ import annotations
 # What an open setting (default None) comes to.
 OPEN_DEFAULTS = {
     "tokenizer": "the model's own",
+    "revision": "the main branch",
+    "hf_overrides": "none",
+    "override_generation_config": "none",
     "device": "cuda if there is one",
     "quantization": "as in the checkpoint",
     "quantization_group_size": "128",
@@ -14,7 +17,7 @@ OPEN_DEFAULTS = {
     "num_state_snapshots": "from memory, at most --max-num-seqs",
     "cudagraph_capture_sizes": "1,2,4,8,16,24,... up to --max-num-seqs and 512",
     "async_scheduling": "on with cuda, off on cpu",
-    "kv_cache_memory_bytes": "a quarter of the free memory, at most 4 GiB",
+    "kv_cache_memory_bytes": "--gpu-memory-utilization; on a CPU a quarter of the free memory, at most 4 GiB",
     "served_model_name": "the last part of MODEL",
     "grpc_port": "off",
     "api_key": "$SQUADRON_API_KEY, else no key",
@@ -41,18 +44,23 @@ OPEN_DEFAULTS = {
 }
 HELP = {
     "Model": {
-        "tokenizer": "Folder or hub id of the tokenizer.",
-        "served_model_name": "Model id for clients; several separated by commas, of which answers show the first.",
+        "tokenizer": "Folder or hub id of the tokenizer, with a revision as NAME@REVISION.",
+        "revision": "Branch, tag or commit of a model of the hub.",
+        "hf_overrides": "What the model's config.json is to say instead, as a JSON object.",
+        "served_model_name": "Model ids for clients, separated by commas or blanks; answers show the first.",
         "model_impl": "Who implements the layers: this engine, or the transformers library over its cache.",
         "dtype": "Data type of weights and activations.",
         "quantization": "Type of the weights of linear layers: fp8 is made on a GPU, int8 and int4 on any device; "
         "the others name what a checkpoint is.",
         "quantization_group_size": "Inputs that share a scale in int4, a power of two; fewer are more exact.",
         "quantize_lm_head": "Hold the output head in int8, too, on a CPU; faster for small models.",
-        "max_model_len": "Maximum tokens of one sequence, prompt and output.",
+        "max_model_len": "Maximum tokens of one sequence, prompt and output; 32k = 32,000, 32K = 32,768.",
         "seed": "Seed of requests without one.",
         "tool_call_parser": "Format of the model's tool calls; required for tool_choice auto.",
         "chat_template": "File of Jinja, or the template itself, in the place of the model's own.",
+        "generation_config": "Where sampling parameters come from that requests leave open: auto = the model's "
+        "generation_config.json, vllm = neutral ones, or a folder with such a file.",
+        "override_generation_config": "What that is to say instead, as a JSON object.",
         "reasoning_parser": "How the model marks its thinking, which is then separate from its answer.",
         "embedding_pooling": "How an embedding is made: from the last token, or the mean of all tokens.",
     },
@@ -76,7 +84,7 @@ HELP = {
         "block_size": "Tokens per KV block; a power of two.",
         "num_kv_blocks": "KV blocks of each rank.",
         "gpu_memory_utilization": "Share of a GPU's memory to use, above 0 and at most 1.",
-        "kv_cache_memory_bytes": "Bytes of KV cache of each rank on a CPU.",
+        "kv_cache_memory_bytes": "Bytes of KV cache of each rank; 4G = 4 GiB.",
         "kv_cache_dtype": "Type of the KV cache; fp8 holds twice the tokens, on GPUs from compute capability 8.9.",
         "enable_prefix_caching": "Reuse KV blocks of prompts with the same beginning.",
         "state_snapshot_blocks": "Blocks between two snapshots of a sequence's recurrent state.",

@@ -1,6 +1,6 @@
 """Command-line flags made from `ClusterConfig`: one flag per setting, so that there is one source of truth.
 
-Flags of `vllm serve` (https://docs.vllm.ai/en/latest/cli/serve) that are none here say what to do instead.
+Flags of `vllm serve` that are none here say what to do instead (`deploy.cli.vllm_flags`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from cluster.config_values import (
 )
 from cluster.routing_policies import ROUTING_POLICIES
 from deploy.cli.flag_texts import HELP, OPEN_DEFAULTS
+from deploy.cli.vllm_flags import ALIASES, advice_on, join_names, our_spelling, without_last_name, without_vllms
 from engine.config import (
     ATTENTION_BACKENDS,
     DEVICES,
@@ -42,54 +43,18 @@ from engine.config import (
     SCHEDULING_POLICIES,
 )
 from engine.errors import ConfigError, flag
+from engine.near_name import near_name
 
-SIZES = "--cudagraph-capture-sizes"
-
-# What to do here for flags of `vllm serve` that are none of ours.
-INSTEAD = {
-    "--allow-credentials": "Browsers send pages' keys in the header Authorization, never cookies: --allowed-origins",
-    "--allowed-headers": "Pages of --allowed-origins may send any header",
-    "--allowed-methods": "Pages of --allowed-origins may use any method",
-    "--cpu-offload-gb": "Weights stay on GPUs: --quantization makes them smaller, --tensor-parallel-size splits them",
-    "--data-parallel-size": "Use --replicas",
-    "--disable-log-requests": "Requests are not logged without --enable-log-requests",
-    "--distributed-executor-backend": "Ranks are always actors of Ray",
-    "--download-dir": "Set HF_HOME, or give the model's folder",
-    "--enable-auto-tool-choice": "--tool-call-parser is enough",
-    "--enable-chunked-prefill": "It is always on: --max-num-batched-tokens is the size of a step",
-    "--enable-lora": "Adapters are not served: merge them into the weights",
-    "--enable-sleep-mode": "`LLM.sleep` needs no flag; of a server, --min-replicas 0 ends idle replicas",
-    "--guided-decoding-backend": "It is always xgrammar",
-    "--load-format": "Weights are read from safetensors files",
-    "--max-logprobs": "A request may ask for up to 20",
-    "--max-seq-len-to-capture": "Graphs serve every length: --cudagraph-capture-sizes chooses their batch sizes",
-    "--num-gpu-blocks-override": "Use --num-kv-blocks",
-    "--pipeline-parallel-size": "Layers are not spread over stages: use --tensor-parallel-size, across hosts too",
-    "--revision": "Give the folder of a download: `hf download MODEL --revision ...` prints it",
-    "--speculative-config": "There is no speculative decoding",
-    "--ssl-certfile": "TLS ends at an ingress or a reverse proxy in front",
-    "--ssl-keyfile": "TLS ends at an ingress or a reverse proxy in front",
-    "--swap-space": "Nothing is swapped: preempted sequences are computed again",
-    "--trust-remote-code": "A checkpoint's code is never run: docs/reference/support.md lists the supported models",
-}
-
-
-def join_sizes(arguments: Sequence[str]) -> list[str]:
-    """Return a command line on which sizes that follow each other, as vLLM takes them, are separated by commas.
-
-    `--cudagraph-capture-sizes 1 8 64` becomes `--cudagraph-capture-sizes 1,8,64`.
-    """
-    joined: list[str] = []
-    for one in arguments:
-        if one.isdecimal() and len(joined) > 1 and joined[-2] == SIZES and joined[-1].replace(",", "").isdecimal():
-            joined[-1] += f",{one}"
-        else:
-            joined.append(one)
-    return joined
-
-
-SHORT = {"tensor_parallel_size": ("-tp", "--tp"), "quantization": ("-q",)}
 POSITIONAL = "model"
+MODEL_FLAG = "model_flag"
+SHORT_NUMBERS = (
+    "max_model_len",
+    "max_num_batched_tokens",
+    "kv_cache_memory_bytes",
+    "max_inflight_tokens",
+    "max_body_bytes",
+    "max_file_bytes",
+)
 CHOICES = {
     "model_impl": MODEL_IMPLS,
     "dtype": DTYPES,
@@ -153,6 +118,8 @@ OF_A_PLAN = (
     "roofline_share",
 )
 PLANNED = (
+    "revision",
+    "hf_overrides",
     "tensor_parallel_size",
     "dtype",
     "quantization",
@@ -189,24 +156,61 @@ OF_A_SERVICE = (
 )
 
 
-class ServeCommand(TyperCommand):
-    """A command that says of an unknown flag what to do here, if it is one of vLLM's, or else asks "did you mean"."""
+class SettingsCommand(TyperCommand):
+    """A command with settings, which takes vLLM's spelling of them (`deploy.cli.vllm_flags`).
+
+    Of an unknown flag it says what to do here, if it is one of vLLM's, or else asks "did you mean".
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as usual, sizes in vLLM's spelling too; say what helps when a flag is unknown."""
+        """Parse as usual; say what helps when a flag is unknown."""
+        own = self._own
+        given = self.spelt(ctx, our_spelling(args, own))
         try:
-            return super().parse_args(ctx, join_sizes(args))
+            return super().parse_args(ctx, list(given))  # which it empties
         except Exception as error:
-            # Typer exports no class for unknown options; these attributes are what tells them from other errors.
-            near = getattr(error, "possibilities", None)
-            instead = INSTEAD.get(getattr(error, "option_name", ""))
-            if instead:
-                error.message = f"{error.message}. {instead}."  # type: ignore[attr-defined]  # see above
-                error.possibilities = None  # type: ignore[attr-defined]
-            elif near:
-                error.message = f"{error.message}. Did you mean {near[0]}?"  # type: ignore[attr-defined]  # see above
-                error.possibilities = None  # type: ignore[attr-defined]
+            # Typer exports no class for unknown options; this attribute is what tells them from other errors.
+            if hasattr(error, "possibilities"):
+                error.message = _unknown(error.option_name, given, own)  # type: ignore[attr-defined]  # see above
+                error.possibilities = None
             raise
+
+    def spelt(self, ctx: Any, args: list[str]) -> list[str]:
+        """Return the command line with what else this command takes."""
+        return args
+
+    @property
+    def _own(self) -> list[str]:
+        return [name for param in self.params for name in (*param.opts, *param.secondary_opts) if name[:1] == "-"]
+
+
+class ServeCommand(SettingsCommand):
+    """`squadron serve`, whose names may be separated by blanks. The last is the model where nothing else is."""
+
+    def spelt(self, ctx: Any, args: list[str]) -> list[str]:
+        """Join names."""
+        joined = join_names(args)
+        try:
+            found = self.make_parser(ctx).parse_args(list(joined))[0]
+        except Exception:  # is raised again, and told of, when the command line is parsed
+            return joined
+        return (
+            joined
+            if any(found.get(name) for name in (POSITIONAL, MODEL_FLAG, "config"))
+            else without_last_name(joined)
+        )
+
+
+def _unknown(option: str, arguments: Sequence[str], own: Collection[str]) -> str:
+    """Return what to say of an unknown flag."""
+    found = advice_on(option, arguments)
+    if found is not None:
+        return f"No such option: {found[0]}. {found[1]}."
+    whole = option.partition(".")[0]
+    if whole in own:
+        return f"No such option: {option}. Give {whole} one JSON object."
+    near = near_name(option, [name for name in own if name.startswith("--")])
+    return f"No such option: {option}" + (f". Did you mean {near}?" if near else "")
 
 
 def settings() -> tuple[Setting, ...]:
@@ -254,7 +258,10 @@ def load_settings(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}", "config") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"{path}: must hold settings such as `replicas: 2`, one a line", "config")
-    return {key.replace("-", "_"): value for key, value in values.items()}
+    try:
+        return without_vllms({key.replace("-", "_"): value for key, value in values.items()})
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}", error.flag) from None
 
 
 def merge_settings(path: Path | None, chosen: Mapping[str, Any]) -> AppConfig:
@@ -299,16 +306,18 @@ def in_flags(message: str) -> str:
 def _parameter(setting: Setting) -> inspect.Parameter:
     spelt = flag(setting.name)
     names = [spelt] if setting.kind is not bool else [f"{spelt}/--no-{spelt[2:]}"]
-    if setting.name in SHORT:
-        names.extend(SHORT[setting.name])
+    names.extend(ALIASES.get(setting.name, ()))
+    short = setting.name in SHORT_NUMBERS
     option = typer.Option(
         *names,
         help=f"{setting.help} (default: {setting.shown})",
         show_default=False,
-        metavar="|".join(CHOICES.get(setting.name, ())) or None,
+        metavar="int|32k" if short else "|".join(CHOICES.get(setting.name, ())) or None,
         rich_help_panel=setting.panel,
     )
-    annotation = getitem(Annotated, (setting.kind | None, option))  # made, not written: mypy need not know it
+    annotation = getitem(
+        Annotated, ((str if short else setting.kind) | None, option)
+    )  # made, not written: mypy need not know it
     return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 

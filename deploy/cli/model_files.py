@@ -11,9 +11,10 @@ from typing import TypeVar
 from cluster.app_config import AppConfig, placed_error
 from cluster.config import ClusterConfig
 from cluster.model_names import known_models, resolve_model
+from cluster.sampling_defaults import sampling_defaults
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
-from engine.loader.checkpoint import CONFIG_FILES, check_weight_files, open_model
+from engine.loader.checkpoint import CONFIG_FILES, check_weight_files, find_checkpoint, open_model
 from engine.models.config import ModelConfig
 from parallel.errors import ShardingError
 
@@ -43,10 +44,16 @@ def check_files(app: AppConfig) -> None:
     For a Ray on this machine; where a cluster is joined, other machines read them. Raises `ConfigError` for a name
     that is none, and `CheckpointError` naming what lacks.
     """
-    each_model(app, lambda config: read_model_config(resolve_model(config.model), config.model_impl))
-    for folder in [Path(resolve_model(config.model)) for config in app.models]:
+    each_model(app, _check_texts)
+    for folder in [Path(resolve_model(config.source)) for config in app.models]:
         if folder.is_dir():
             check_weight_files(folder)
+
+
+def _check_texts(config: ClusterConfig) -> None:
+    source = resolve_model(config.source)
+    read_model_config(source, config.model_impl, config.hf_overrides)
+    sampling_defaults(find_checkpoint(source, CONFIG_FILES), config)
 
 
 def sets_engine(app: AppConfig) -> bool:
@@ -54,15 +61,17 @@ def sets_engine(app: AppConfig) -> bool:
     return any(config.engine != EngineConfig(config.engine.model) for config in app.models)
 
 
-def read_model_config(model: str, impl: str = "auto") -> ModelConfig:
-    """Read the config of a folder, or of a hub id without fetching its weights. impl: `model_impl`.
+def read_model_config(model: str, impl: str = "auto", overrides: str | None = None) -> ModelConfig:
+    """Read the config of a folder, or of a hub id without fetching its weights.
+
+    impl, overrides: `model_impl` and `hf_overrides`.
 
     Raises `CheckpointError`.
     """
     # The hub's retries would be printed line by line; what comes of them is in the error.
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     try:
-        return open_model(model, CONFIG_FILES, impl).config
+        return open_model(model, CONFIG_FILES, impl, overrides).config
     except CheckpointError as error:
         near = difflib.get_close_matches(model, known_models(), n=1)
         if Path(model).is_dir() or not near:

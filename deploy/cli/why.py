@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 
 import httpx
-from rich.console import Console
-from rich.table import Table
+from rich.console import Group, RenderableType
 from rich.text import Text
 
-from deploy.cli.client import client_for, server_url
+from deploy.cli.client import NO_SERVER, NoAnswerError, ask, client_for, json_object, server_url
+from deploy.cli.look import BAD, GOOD, console_for_reports, head, notice, pairs, plain_word, show, table_of
 
 FOUND, NOTHING, UNREACHABLE = 0, 1, 2  # exit codes
 WORDS = {
@@ -34,33 +33,52 @@ WORDS = {
 }
 
 
+HEADS = {FOUND: ("FOUND", GOOD), NOTHING: ("UNKNOWN", BAD), UNREACHABLE: ("UNREACHABLE", BAD)}
+
+
 def show_why(address: str, api_key: str | None, request_id: str, as_json: bool) -> int:
     """Print what the request waited for and return the exit code: `FOUND`, `NOTHING` or `UNREACHABLE`."""
-    console = Console(highlight=False, soft_wrap=True)
     with client_for(server_url(address), api_key) as client:
-        try:
-            answer = client.get(f"/why/{quote(request_id, safe='')}")
-            body = answer.json()
-        except (httpx.HTTPError, ValueError) as error:
-            console.print(
-                f"no squadron server answers at {address} ({error or type(error).__name__}); give its --url"
-            )
-            return UNREACHABLE
-    if answer.status_code != 200:
-        console.print(Text(_refusal(body)))
-        return NOTHING if answer.status_code == 404 else UNREACHABLE
-    if as_json:
-        print(json.dumps(body))
-    else:
-        _print(body, console)
-    return FOUND
+        code, body = _asked(client, request_id)
+    where = server_url(address)
+    show(
+        console_for_reports(),
+        as_json,
+        body,
+        _picture(code, where, request_id, body),
+        lines(code, where, request_id, body),
+    )
+    return code
 
 
-def lines(events: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
+def _asked(client: httpx.Client, request_id: str) -> tuple[int, dict[str, Any]]:
+    """Return the exit code, and what is known or, as `notice`, why nothing is."""
+    try:
+        answer = ask(client, f"/why/{quote(request_id, safe='')}")
+        body = json_object(answer)
+    except NoAnswerError as error:
+        return UNREACHABLE, {"notice": str(error)}
+    except ValueError:
+        body = None
+    if body is not None and answer.status_code == httpx.codes.OK:
+        return FOUND, body
+    error = None if body is None else body.get("error")
+    if not isinstance(error, dict) or "message" not in error:
+        return UNREACHABLE, {"notice": NO_SERVER}
+    code = NOTHING if answer.status_code == httpx.codes.NOT_FOUND else UNREACHABLE
+    return code, {"notice": str(error["message"])}
+
+
+def _notice(body: Mapping[str, Any]) -> str:
+    silent = ", ".join(body.get("silent", ()))
+    return str(body.get("notice", "")) or (f"no answer from {silent}: there may be more" if silent else "")
+
+
+def rows(events: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
     """Return what to show of each event: when it began, how long it lasted, where, and what it was."""
-    ends = [float(event["at"]) for event in events[1:]]
+    ends = [*(float(event["at"]) for event in events[1:]), None]
     shown = []
-    for event, end in zip(events, [*ends, None], strict=True):
+    for event, end in zip(events, ends, strict=False):
         began = float(event["at"])
         lasted = "" if end is None else f"{end - began:.3f} s"
         when = datetime.fromtimestamp(began).strftime("%H:%M:%S.%f")[:-3]
@@ -69,22 +87,24 @@ def lines(events: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, str]
     return shown
 
 
-def _print(body: Mapping[str, Any], console: Console) -> None:
-    rows = lines(body["events"])
-    if not console.is_terminal:
-        for row in rows:
-            print("\t".join(row))
-    else:
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for name in ("From", "For", "At", ""):
-            table.add_column(name, no_wrap=bool(name), justify="right" if name == "For" else "left")
-        for row in rows:
+def lines(code: int, address: str, request_id: str, body: Mapping[str, Any]) -> list[str]:
+    """Return a line for the request and one for each wait, `name=value` after the first words."""
+    word = plain_word(HEADS[code][0])
+    waits = [
+        " ".join(["wait", where, *pairs({"from": when, "for": lasted.replace(" ", ""), "what": what})])
+        for when, lasted, where, what in rows(body.get("events", ()))
+    ]
+    return [" ".join([word, request_id, address, *pairs({"notice": _notice(body)})]), *waits]
+
+
+def _picture(code: int, address: str, request_id: str, body: Mapping[str, Any]) -> RenderableType:
+    word, style = HEADS[code]
+    parts: list[RenderableType] = [head(word, style, address, title=request_id)]
+    if "events" in body:
+        table = table_of(("From", "For", "At"), fold=True)
+        for row in rows(body["events"]):
             table.add_row(*map(Text, row))
-        console.print(table)
-    if body["silent"]:
-        console.print(Text(f"no answer from {', '.join(body['silent'])}: there may be more"))
-
-
-def _refusal(body: Any) -> str:
-    error = body.get("error") if isinstance(body, dict) else None
-    return str(error["message"]) if isinstance(error, dict) and "message" in error else "that is no squadron server"
+        parts.append(table)
+    if said := _notice(body):
+        parts.append(notice(said))
+    return Group(*parts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from typing import NoReturn
@@ -11,7 +10,8 @@ import httpx
 from rich.console import Console
 from rich.live import Live
 
-from deploy.cli.client import client_for, server_url
+from deploy.cli.client import NoAnswerError, ask, client_for, server_url
+from deploy.cli.look import console_for_reports, show
 from deploy.status import Condition, fetch_with_metrics
 from deploy.top.picture import Picture, make_picture
 from deploy.top.scrape import Scrape, Window, read_scrape
@@ -55,8 +55,8 @@ class Watch:
     def _another(self) -> Scrape | None:
         """Whichever router answers; None if it has just gone: the next poll shows that."""
         try:
-            answer = self._client.get("/metrics")
-        except httpx.HTTPError:
+            answer = ask(self._client, "/metrics")
+        except NoAnswerError:
             return None
         return self._read(answer.text) if answer.status_code == 200 else None
 
@@ -85,7 +85,7 @@ Sleep = Callable[[float], object]  # until the next poll
 
 def show_top(address: str, api_key: str | None, interval: float, once: bool, as_json: bool) -> int:
     """Print what the app does until Ctrl-C, or `once`, and return the exit code: that of the last report."""
-    console = Console(highlight=False, soft_wrap=False)
+    console = console_for_reports()
     with client_for(server_url(address), api_key) as client:
         return Top(Watch(client, interval), console, interval, as_json).run(once)
 
@@ -130,12 +130,7 @@ class Top:
                 live.update(screen(self._watch.poll()), refresh=True)
 
     def _show(self, picture: Picture) -> None:
-        if self._as_json:
-            print(json.dumps(picture.public()), flush=True)
-        elif self._console.is_terminal:
-            self._console.print(screen(picture))
-        else:
-            print("\n".join(lines(picture)), flush=True)
+        show(self._console, self._as_json, picture.public(), screen(picture), lines(picture))
 
 
 def _exit_code(picture: Picture) -> int:

@@ -9,7 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from deploy.status import HEADS, STYLES, Condition, StatusReport, detail, pairs, share_bar
+from deploy.cli.look import head, notice, pairs, plain_word, share_bar, table_of
+from deploy.status import HEADS, STYLES, Condition, StatusReport, detail
 from deploy.top.picture import ModelPicture, Percentiles, Picture, ReplicaPicture, TenantPicture
 
 TENANTS = 10  # that are shown, those with most devices
@@ -27,14 +28,14 @@ def screen(picture: Picture) -> RenderableType:
     if picture.tenants:
         parts += [Text(), _tenants(picture.tenants)]
     if report.notice:
-        parts += [Text(), Text(report.notice, style="yellow")]
+        parts += [Text(), notice(report.notice)]
     return Group(*parts)
 
 
 def lines(picture: Picture) -> list[str]:
     """Return the picture as a line for the app and one for each model, replica and tenant, `name=value`."""
     report = picture.report
-    word = HEADS[report.condition][0].lower().replace(" ", "-")
+    word = plain_word(HEADS[report.condition][0])
     seconds = None if picture.seconds is None else f"{picture.seconds:.1f}"
     app = {"seconds": seconds, "routers": report.routers, "heard": picture.heard or None, "notice": report.notice}
     return [
@@ -54,22 +55,22 @@ def _head(picture: Picture) -> Text:
         missed = f" ({picture.heard} heard)" if picture.heard < routers and picture.seconds else ""
         said.append(f"{routers} router{'' if routers == 1 else 's'}{missed}")
         said.append("first look" if picture.seconds is None else f"the last {picture.seconds:.1f} s")
-    return Text.assemble((word, style), "  ", (" · ".join(said), "dim"))
+    return head(word, style, *said)
 
 
 def _model(model: ModelPicture, report: StatusReport) -> RenderableType:
     states = Counter(line.state for line in report.replicas if line.model in ("", model.model))
-    head = Text.assemble((model.model, "bold"), "  ")
+    title = Text.assemble((model.model, "bold"), "  ")
     for state, number in states.items():
-        head.append(f"{number} {state}  ", STYLES.get(state, ""))
+        title.append(f"{number} {state}  ", STYLES.get(state, ""))
     if model.moved:
-        head.append(f"{model.moved} moved", "cyan")
+        title.append(f"{model.moved} moved", "cyan")
     left = Table.grid(padding=(0, 2, 0, 0))
     for name, *figures in _loads(model):
         left.add_row(Text(name, style="dim"), *figures)
     both = Table.grid(padding=(0, 4, 0, 0))
     both.add_row(left, _latencies(model))
-    return Group(head, both)
+    return Group(title, both)
 
 
 def _loads(model: ModelPicture) -> list[tuple[str, RenderableType, RenderableType]]:
@@ -85,9 +86,7 @@ def _loads(model: ModelPicture) -> list[tuple[str, RenderableType, RenderableTyp
 
 
 def _latencies(model: ModelPicture) -> Table:
-    shown = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("", "p50", "p95", "p99"):
-        shown.add_column(name, justify="right" if name else "left", no_wrap=True)
+    shown = table_of(("",), ("p50", "p95", "p99"))
     for name, found in (("TTFT", model.ttft), ("ITL", model.itl), ("TPOT", model.tpot)):
         times = ("-",) * 3 if found is None else tuple(map(_time, (found.p50, found.p95, found.p99)))
         shown.add_row(Text(name, style="dim"), *times)
@@ -95,13 +94,8 @@ def _latencies(model: ModelPicture) -> Table:
 
 
 def _replicas(replicas: Sequence[ReplicaPicture], several: bool) -> Table:
-    shown = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    shown.add_column("Replica", no_wrap=True)
-    if several:
-        shown.add_column("Model", no_wrap=True)
-    shown.add_column("State", no_wrap=True)
-    for name in ("Run", "Wait", "In/s", "Out/s", "Cached"):
-        shown.add_column(name, justify="right", no_wrap=True)
+    texts = ("Replica", *(("Model",) if several else ()), "State")
+    shown = table_of(texts, ("Run", "Wait", "In/s", "Out/s", "Cached"))
     shown.add_column("KV cache", no_wrap=True)
     shown.add_column("", overflow="fold")
     for replica in replicas:
@@ -122,10 +116,7 @@ def _replicas(replicas: Sequence[ReplicaPicture], several: bool) -> Table:
 
 
 def _tenants(tenants: Sequence[TenantPicture]) -> Table:
-    shown = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    shown.add_column("Tenant", no_wrap=True)
-    for name in ("Req/s", "Refused/s", "In/s", "Out/s", "Queued", "Devices"):
-        shown.add_column(name, justify="right", no_wrap=True)
+    shown = table_of(("Tenant",), ("Req/s", "Refused/s", "In/s", "Out/s", "Queued", "Devices"))
     named = [one for one in tenants if one.tenant]
     for one in named[:TENANTS]:
         rates = (one.requests, one.refused, one.prompt_tokens, one.generation_tokens)

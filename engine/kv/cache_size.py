@@ -25,9 +25,29 @@ def cpu_budget(config: EngineConfig) -> int:
 def gpu_budget(config: EngineConfig, total: int, free: int, peak: int, current: int) -> int:
     """Return the bytes that a GPU of `total` bytes can give to one rank's cache; negative where it has none.
 
-    free: bytes that are not used. peak, current: most and present bytes of the engine's own.
+    free: bytes that are not used. peak, current: most and present bytes of the engine's own. Where
+    `kv_cache_memory_bytes` is set, `gpu_memory_utilization` does not count, as in vLLM.
     """
-    return int(total * config.gpu_memory_utilization) - (total - free) - peak + current
+    share = 1.0 if config.kv_cache_memory_bytes is not None else config.gpu_memory_utilization
+    return int(total * share) - (total - free) - peak + current
+
+
+def given_budget(config: EngineConfig, room: int) -> int:
+    """Return the bytes of one rank's cache: those that are set, or all of `room`, what the fullest device can give.
+
+    Raises `ConfigError` where more are set on a GPU than it has room for; on a CPU the kernel decides.
+    """
+    given = config.kv_cache_memory_bytes
+    if given is None:
+        return room
+    if not config.on_cpu and given > room:
+        works = f"lower it to {room}" if room > 0 else "use a larger GPU, or more with tensor_parallel_size"
+        raise ConfigError(
+            f"kv_cache_memory_bytes={given} is more than the {max(room, 0)} bytes that weights and a step leave of "
+            f"the GPU; {works}",
+            "kv_cache_memory_bytes",
+        )
+    return given
 
 
 def fit_states(config: EngineConfig, state_bytes: int, budget: int | None) -> tuple[EngineConfig, int]:
@@ -74,8 +94,9 @@ def fit_cache(config: EngineConfig, blocks: int, bytes_per_block: int, shrink: b
     if fitted is not None:
         return fitted
     tokens = (blocks - 1) * config.block_size
-    flag = "gpu_memory_utilization" if on_gpu else "kv_cache_memory_bytes"
-    enough = "" if on_gpu else f" to {(config.max_blocks_per_seq + 1) * bytes_per_block}"
+    by_share = on_gpu and config.kv_cache_memory_bytes is None
+    flag = "gpu_memory_utilization" if by_share else "kv_cache_memory_bytes"
+    enough = "" if by_share else f" to {(config.max_blocks_per_seq + 1) * bytes_per_block}"
     lower = f"lower max_model_len to {tokens} or " if tokens > 1 else ""
     raise ConfigError(
         f"the KV cache holds {max(tokens, 0)} tokens, fewer than max_model_len={config.max_model_len}; "

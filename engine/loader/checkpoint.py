@@ -20,9 +20,11 @@ from huggingface_hub.errors import (
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
+    RevisionNotFoundError,
 )
 from safetensors import SafetensorError, safe_open
 
+from engine.config import split_revision
 from engine.errors import CheckpointError
 from engine.models.config import HFConfig, ModelConfig, known_token_ids
 from engine.models.registry import implementation
@@ -46,21 +48,32 @@ MAX_JSON_BYTES = 100_000_000  # of a config or an index; those of the largest mo
 MOST_SHOWN = 200  # characters of a name out of a file that a message shows
 TEXT_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 HUB_FILES = (*TEXT_FILES, WEIGHT_FILES, "SHA256SUMS")
+HALVES = ("text_config", "llm_config")  # configs within config.json
 
 
 def find_checkpoint(model: str, files: Sequence[str] = HUB_FILES) -> Path:
     """Return the folder of a checkpoint: `model` itself, or the hub's cached copy of the id, fetched if need be.
 
-    files: patterns of what is fetched; more may be there. With HF_HUB_OFFLINE set only the cache is looked at.
-    Raises `CheckpointError` when there is no such folder or id.
+    model: may end with the revision of an id, as `EngineConfig.source` does. files: patterns of what is fetched; more
+    may be there. With HF_HUB_OFFLINE set only the cache is looked at. Raises `CheckpointError` when there is no such
+    folder, id or revision.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
+    model, revision = split_revision(model)
+    if revision is not None and Path(model).expanduser().is_dir():
+        raise CheckpointError(
+            f"revision: {model!r} is a folder, and only ids of the hub have revisions; leave it out"
+        )
     if folder.exists() or model.startswith(("/", "./", "../", "~")):
         raise CheckpointError(f"model: {model!r} is not a folder; give one with config.json and {SINGLE_FILE}")
     try:
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=list(files)))
+        return Path(huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=list(files)))
+    except RevisionNotFoundError as error:
+        raise CheckpointError(
+            f"revision: {model!r} has no branch, tag or commit {revision!r}; its page on the hub lists them"
+        ) from error
     except GatedRepoError as error:
         raise CheckpointError(
             f"model: {model!r} is gated; accept its terms on the hub and log in (`hf auth login`)"
@@ -255,17 +268,28 @@ class ModelFolder:
     phases: Mapping[str, float] = field(default_factory=dict)
 
 
-def open_model(model: str, files: Sequence[str] = HUB_FILES, impl: str = "auto") -> ModelFolder:
+def read_config(folder: Path, overrides: str | None = None) -> dict[str, Any]:
+    """Return config.json as `overrides` (`EngineConfig.hf_overrides`) has it. Raises `CheckpointError`."""
+    values = read_json(folder / "config.json")
+    for name, value in (json.loads(overrides) if overrides else {}).items():
+        inner = values.get(name) if name in HALVES else None
+        values[name] = {**inner, **value} if isinstance(inner, dict) and isinstance(value, dict) else value
+    return values
+
+
+def open_model(
+    model: str, files: Sequence[str] = HUB_FILES, impl: str = "auto", overrides: str | None = None
+) -> ModelFolder:
     """Find a checkpoint (folder or hub id) and read its config. files: what of it is wanted from the hub.
 
-    impl: `model_impl` of the engine's config.
+    impl, overrides: `model_impl` and `hf_overrides` of the engine's config.
 
     What a family asks of the config is read when a model is built, first by `engine.models.blueprint`.
 
     Code that a checkpoint brings along (`auto_map`) is never run. Raises `CheckpointError`.
     """
     path = find_checkpoint(model, files)
-    values = read_json(path / "config.json")
+    values = read_config(path, overrides)
     if values.get("auto_map"):
         logger.warning("%s brings its own code (auto_map), which is ignored", path)
     if not values.get("quantization_config") and (path / QUANTIZATION_FILE).is_file():

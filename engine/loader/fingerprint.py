@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from engine.config import split_revision
 from engine.errors import CheckpointError
 from engine.loader.checkpoint import (
     LENGTH_BYTES,
@@ -19,6 +20,7 @@ from engine.loader.checkpoint import (
     TEXT_FILES,
     find_checkpoint,
     header_bytes,
+    read_config,
     read_json,
     weight_files,
 )
@@ -92,17 +94,17 @@ def sources_digest(paths: Sequence[str] = COMPUTING) -> str:
     return digest.hexdigest()
 
 
-def model_fingerprint(model: str, dtype: str, quantization: str | None = None) -> str:
+def model_fingerprint(model: str, dtype: str, quantization: str | None = None, overrides: str | None = None) -> str:
     """Return 32 hex digits for a checkpoint (folder or hub id) computed in `dtype`, its weights quantised or not.
 
     Two replicas for which it is equal hold the same weights; `replica_fingerprint` says what they make of them.
-    Covers config.json, hf_quant_config.json, the ends that generation_config.json names, and of each weight file its
-    name, size, header and a sample of every tensor; not the files' times, which differ from node to node. Raises
-    `CheckpointError`.
+    Covers config.json with `overrides` (`EngineConfig.hf_overrides`), hf_quant_config.json, the ends that
+    generation_config.json names, and of each weight file its name, size, header and a sample of every tensor; not the
+    files' times, which differ from node to node. Raises `CheckpointError`.
     """
     folder = find_checkpoint(model)
     digest = hashlib.blake2b(_arithmetic(dtype, quantization).encode(), digest_size=16)
-    digest.update(_canonical(_without_origin(read_json(folder / "config.json"))))
+    digest.update(_canonical(_without_origin(read_config(folder, overrides))))
     generation = folder / "generation_config.json"
     if generation.is_file():
         digest.update(_canonical(read_json(generation).get("eos_token_id")))
@@ -114,18 +116,18 @@ def model_fingerprint(model: str, dtype: str, quantization: str | None = None) -
     return digest.hexdigest()
 
 
-def model_identity(model: str, dtype: str, quantization: str | None = None) -> str:
+def model_identity(model: str, dtype: str, quantization: str | None = None, overrides: str | None = None) -> str:
     """Return 32 hex digits that are others when a checkpoint (folder or hub id) is another one, fetching no weights.
 
     Of a folder its fingerprint; of a hub id its revision, under which the hub never puts other contents: as a folder
     the same model is another. Raises `CheckpointError`.
     """
     if Path(model).expanduser().is_dir():
-        return model_fingerprint(model, dtype, quantization)
-    revision = find_checkpoint(model, TEXT_FILES).name  # as the hub's cache names its snapshots
-    return hashlib.blake2b(
-        _canonical([model, revision, _arithmetic(dtype, quantization)]), digest_size=16
-    ).hexdigest()
+        return model_fingerprint(model, dtype, quantization, overrides)
+    commit = find_checkpoint(model, TEXT_FILES).name  # as the hub's cache names its snapshots
+    parts = [split_revision(model)[0], commit, _arithmetic(dtype, quantization)]
+    changed = [] if overrides is None else [overrides]
+    return hashlib.blake2b(_canonical(parts + changed), digest_size=16).hexdigest()
 
 
 def vocabulary_fingerprint(model: str, tokenizer: str | None = None) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from engine.config import split_revision
 from engine.errors import CheckpointError, ConfigError, InvalidRequestError
 from engine.sampling_params import SamplingParams
 from engine.text.control_tokens import ControlTokens
@@ -215,14 +216,19 @@ def read_chat_template(given: str) -> str:
 
 
 def load_tokenizer(name: str) -> Any:
-    """Return transformers' fast tokenizer of a folder or a cached hub id. Raises `CheckpointError`."""
+    """Return transformers' fast tokenizer of a folder or a hub id, which may end with @ and a revision.
+
+    Raises `CheckpointError`.
+    """
     import transformers
 
     try:
         if _declares_generic(Path(name).expanduser()):
             loaded = transformers.PreTrainedTokenizerFast.from_pretrained(Path(name).expanduser())
         else:
-            loaded = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False, use_fast=True)
+            where, revision = (name, None) if Path(name).expanduser().is_dir() else split_revision(name)
+            more = {} if revision is None else {"revision": revision}
+            loaded = transformers.AutoTokenizer.from_pretrained(where, trust_remote_code=False, use_fast=True, **more)
     except Exception as error:
         # The tokenizers library raises plain `Exception` for a file that it cannot read. No error of a damaged file
         # is to be taken for one of ours.

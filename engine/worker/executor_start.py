@@ -123,7 +123,7 @@ def prepare_model(config: EngineConfig, on_phase: OnPhase = lambda _: None) -> t
     Returns the folder, and the config as all ranks must get it (device and dtype chosen).
     Raises `CheckpointError` or `ConfigError`.
     """
-    folder = _checked(open_model(config.model, impl=config.model_impl), on_phase)
+    folder = _checked(open_model(config.source, impl=config.model_impl, overrides=config.hf_overrides), on_phase)
     full = resolve(config, folder.config)
     try:
         check_model(full, folder.config)

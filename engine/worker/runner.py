@@ -21,7 +21,7 @@ from engine.inputs.token_feedback import TokenFeedback
 from engine.kernels.base import Kernels, TorchKernels
 from engine.kernels.select import select_draws, select_kernels
 from engine.kv.cache import KVCache, cuda_budget
-from engine.kv.cache_size import cpu_budget, fit_cache, fit_states
+from engine.kv.cache_size import cpu_budget, fit_cache, fit_states, given_budget
 from engine.kv.cache_specs import block_bytes, state_bytes
 from engine.layers.attention import attention_specs
 from engine.loader.checkpoint import ModelFolder, open_model
@@ -66,7 +66,7 @@ class ModelRunner:
         on_phase: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._on_phase = on_phase
-        folder = folder or open_model(config.model, impl=config.model_impl)
+        folder = folder or open_model(config.source, impl=config.model_impl, overrides=config.hf_overrides)
         shrink = config.max_model_len is None
         config = resolve(config, folder.config)
         check_invariance(config, group)
@@ -246,9 +246,9 @@ class ModelRunner:
         size, state = block_bytes(specs, config.block_size), state_bytes(specs)
         if config.num_kv_blocks is not None:
             return fit_states(config, state, None)[0]
-        budget = self._cuda_budget(config) if self.group.device.type == "cuda" else cpu_budget(config)
-        mine = torch.tensor([budget], dtype=torch.int64, device=self.group.device)
-        least = int(self.group.all_gather(mine, dim=0).min())
+        room = self._cuda_budget(config) if self.group.device.type == "cuda" else cpu_budget(config)
+        mine = torch.tensor([room], dtype=torch.int64, device=self.group.device)
+        least = given_budget(config, int(self.group.all_gather(mine, dim=0).min()))
         config, taken = fit_states(config, state, least)
         return fit_cache(config, (least - taken) // size, size, shrink)
 

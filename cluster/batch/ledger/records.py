@@ -13,7 +13,9 @@ import msgspec
 
 from cluster.batch.rows import MAX_TOLD
 from cluster.config import ServedModelConfig
+from cluster.sampling_defaults import sampling_defaults
 from engine.errors import flag
+from engine.loader.checkpoint import TEXT_FILES, find_checkpoint
 from engine.loader.fingerprint import prompt_fingerprint
 from engine.report import TokenLogprob
 from engine.text.tokenizer import read_chat_template
@@ -30,7 +32,7 @@ CHANGED = {
     "prompts": "the tokenizer or the chat template was changed",
 }
 GROUPS = ("columns",)  # settings that hold settings
-FLAGS = {"kind": "format"}  # settings whose flag has another name
+FLAGS = {"kind": "format", "sampling_defaults": "generation_config"}  # settings whose flag has another name
 SETTINGS = (
     "seed",
     "tokenizer",
@@ -164,8 +166,14 @@ def _shown(value: Any, text: str, begin: int) -> str:
     return repr(f"{'...' if begin else ''}{text[begin:end]}{'...' if end < len(text) else ''}")
 
 
+def _defaults(config: ServedModelConfig) -> dict[str, Any]:
+    """Return what requests leave to the model, if it says anything."""
+    found = sampling_defaults(find_checkpoint(config.source, TEXT_FILES), config)
+    return {"sampling_defaults": found} if found else {}
+
+
 def answer_settings(config: ServedModelConfig) -> dict[str, Any]:
     """Return it as JSON has it, by name: settings, and what makes prompts of requests. Raises `CheckpointError`."""
     settings = {name: getattr(config, name) for name in SETTINGS}
     template = None if config.chat_template is None else read_chat_template(config.chat_template)
-    return {**settings, "prompts": prompt_fingerprint(config.model, config.tokenizer, template)}
+    return {**settings, **_defaults(config), "prompts": prompt_fingerprint(config.source, config.tokenizer, template)}

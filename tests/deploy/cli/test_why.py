@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from rich.text import Text
 
 from cluster.accounts.flight_recorder import FlightRecorder, Wait
 from cluster.admission.admission_queue import AdmissionQueue
@@ -229,10 +230,25 @@ def answering(monkeypatch, status: int, body) -> None:
 def test_command_prints_one_line_for_each_wait(monkeypatch, capsys):
     answering(monkeypatch, 200, BODY)
     assert show_why("127.0.0.1:8000", None, "cmpl-1", as_json=False) == FOUND
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0].split("\t")[1:] == ["1.500 s", "router", "waits for its tenant's turn: of tenant t"]
-    assert printed[1].split("\t")[1:] == ["", "a", "waits for KV blocks"]
-    assert printed[2] == "no answer from c: there may be more"
+    found, first, second = capsys.readouterr().out.splitlines()
+    assert found == 'found cmpl-1 http://127.0.0.1:8000 notice="no answer from c: there may be more"'
+    assert first.startswith("wait router from=")
+    assert first.endswith(' for=1.500s what="waits for its tenant\'s turn: of tenant t"')
+    assert second.endswith('what="waits for KV blocks"')
+    assert second.startswith("wait a from=")
+    assert "for=" not in second
+
+
+def test_command_shows_the_same_on_a_terminal_as_status_does(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    answering(monkeypatch, 200, BODY)
+    assert show_why("127.0.0.1:8000", None, "cmpl-1", as_json=False) == FOUND
+    printed = [line.rstrip() for line in Text.from_ansi(capsys.readouterr().out).plain.splitlines()]
+    assert printed[0] == "FOUND  cmpl-1  http://127.0.0.1:8000"
+    assert printed[1].split() == ["From", "For", "At"]
+    assert printed[2].endswith("1.500 s  router  waits for its tenant's turn: of tenant t")
+    assert printed[-1] == "no answer from c: there may be more"
 
 
 def test_command_prints_json(monkeypatch, capsys):
@@ -245,7 +261,7 @@ def test_command_prints_json(monkeypatch, capsys):
     ("status", "body", "code", "said"),
     [
         (404, {"error": {"message": "nothing is known of 'x'"}}, NOTHING, "nothing is known"),
-        (401, {"error": {"message": "the key is wrong"}}, UNREACHABLE, "the key is wrong"),
+        (401, {"error": {"message": "the key is wrong"}}, UNREACHABLE, "it refuses the API key: give --api-key"),
         (502, ["?"], UNREACHABLE, "no squadron server"),
     ],
 )

@@ -6,7 +6,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kv import cache_size as kv_room
 from engine.kv.cache import KVCache, cuda_budget, opened_blocks
-from engine.kv.cache_size import cpu_budget, fit_cache, fit_given_blocks
+from engine.kv.cache_size import cpu_budget, fit_cache, fit_given_blocks, given_budget, gpu_budget
 from engine.kv.cache_specs import (
     FullAttentionSpec,
     LatentSpec,
@@ -144,6 +144,26 @@ def test_cuda_budget_leaves_room_for_the_peak(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 100))
     # 40 in use, of which torch holds 30 now and held 45 at most during the warm-up
     assert cuda_budget(config(gpu_memory_utilization=0.9), torch.device("cuda"), peak=45, current=30) == 90 - 40 - 15
+
+
+def test_bytes_that_are_set_are_the_cache_of_a_gpu_too_whatever_its_share():
+    set_so = config(kv_cache_memory_bytes=1000, gpu_memory_utilization=0.01, device="cuda")
+    assert gpu_budget(set_so, total=5000, free=4000, peak=900, current=800) == 5000 - 1000 - 100
+    assert given_budget(set_so, 3900) == 1000
+    assert given_budget(config(device="cuda"), 3900) == 3900
+    assert given_budget(config(kv_cache_memory_bytes=1000, device="cpu"), 12) == 1000
+
+
+def test_more_bytes_than_the_gpu_has_left_are_refused_with_what_works():
+    for room, works in ((600, "600 bytes .* lower it to 600"), (-5, "0 bytes .* use a larger GPU")):
+        with pytest.raises(ConfigError, match=works) as error:
+            given_budget(config(kv_cache_memory_bytes=1000, device="cuda"), room)
+        assert error.value.flag == "kv_cache_memory_bytes"
+
+
+def test_too_few_bytes_that_are_set_for_a_gpu_name_their_own_flag():
+    with pytest.raises(ConfigError, match="raise kv_cache_memory_bytes to 800"):
+        fit_cache(config(device="cuda", kv_cache_memory_bytes=600), 6, 100, shrink=False)
 
 
 def test_cpu_takes_no_more_blocks_than_sequences_can_fill():

@@ -25,6 +25,7 @@ from engine.loader.fingerprint import (
     ROOT,
     but_for_rounding,
     model_fingerprint,
+    model_identity,
     prompt_fingerprint,
     replica_fingerprint,
     sources_digest,
@@ -99,6 +100,13 @@ def test_other_weights_at_load_are_another_model(folder: Path) -> None:
     found = {plain, *(model_fingerprint(str(folder), "float32", each) for each in ("int8", "fp8"))}
     assert len(found) == 3
     assert model_fingerprint(str(folder), "float32", None) == plain
+
+
+def test_what_the_config_is_to_say_instead_makes_another_model(folder: Path) -> None:
+    plain = model_fingerprint(str(folder), "float32")
+    assert model_fingerprint(str(folder), "float32", None, '{"rope_theta": 5e5}') != plain
+    assert model_fingerprint(str(folder), "float32", None, "{}") == plain
+    assert model_identity(str(folder), "float32", None, '{"rope_theta": 5e5}') != plain
 
 
 @pytest.mark.parametrize(

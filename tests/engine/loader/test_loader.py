@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.errors import CheckpointError
 from engine.layers.embedding import ROW_MULTIPLE
-from engine.loader.checkpoint import find_checkpoint, open_model
+from engine.loader.checkpoint import find_checkpoint, open_model, read_config
 from engine.loader.safetensors_file import TensorOnDisk
 from engine.loader.weights import load_model
 from engine.models.blueprint import blueprint
@@ -279,6 +279,16 @@ def test_unknown_model_is_refused_in_a_sentence(monkeypatch, tmp_path):
         with pytest.raises(CheckpointError, match=word) as error:
             find_checkpoint(model)
         assert "\n" not in str(error.value)
+
+
+def test_the_config_may_be_told_to_say_something_else(tmp_path, saved):
+    path = shutil.copytree(saved / "llama", tmp_path / "model")
+    said = open_model(str(path), overrides='{"rope_theta": 77.0, "max_position_embeddings": 33}').config
+    assert (said.raw["rope_theta"], said.max_positions) == (77.0, 33)
+    edit_config(path, text_config={"hidden_size": 8, "vocab_size": 9})
+    merged = read_config(path, '{"text_config": {"vocab_size": 10}, "rope_scaling": {"rope_type": "yarn"}}')
+    assert merged["text_config"] == {"hidden_size": 8, "vocab_size": 10}, "the rest of a text half stays"
+    assert merged["rope_scaling"] == {"rope_type": "yarn"}, "other objects are replaced whole"
 
 
 def test_hub_id_is_found_in_the_cache(monkeypatch, saved, tmp_path):

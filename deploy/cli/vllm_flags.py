@@ -1,0 +1,151 @@
+"""A command line, or a file of settings, as vLLM's users write it, in our spelling; advice for what is not ours."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from deploy.cli.vllm_advice import ADVICE, SHORT, Advice
+from engine.errors import ConfigError
+
+# Other spellings of our flags, by setting. Those in full are vLLM's for the same thing.
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "tensor_parallel_size": ("-tp", "--tp"),
+    "enable_expert_parallel": ("-ep",),
+    "quantization": ("-q",),
+    "gpu_memory_utilization": ("--device-memory-utilization",),
+    "num_kv_blocks": ("--num-gpu-blocks-override",),
+    "routers": ("--api-server-count", "-asc"),
+}
+SIZES = "--cudagraph-capture-sizes"
+NAMES = "--served-model-name"
+
+
+def our_spelling(arguments: Sequence[str], own: Collection[str]) -> list[str]:
+    """Return the command line without what holds here anyway, with dashes in flags, and sizes separated by commas.
+
+    own: the spellings of the command's own flags.
+    """
+    dashed = [_dashed(one) for one in _before_rest(arguments)]
+    rest = arguments[len(dashed) :]
+    return [*join_sizes(_without_what_holds(dashed, own)), *rest]
+
+
+def join_sizes(arguments: Sequence[str]) -> list[str]:
+    """Return a command line on which sizes that follow each other, as vLLM takes them, are separated by commas.
+
+    `--cudagraph-capture-sizes 1 8 64` becomes `--cudagraph-capture-sizes 1,8,64`.
+    """
+    joined: list[str] = []
+    for one in arguments:
+        if one.isdecimal() and len(joined) > 1 and joined[-2] == SIZES and joined[-1].replace(",", "").isdecimal():
+            joined[-1] += f",{one}"
+        else:
+            joined.append(one)
+    return joined
+
+
+def join_names(arguments: Sequence[str]) -> list[str]:
+    """Return a command line on which names are separated by commas: all that follow the flag, up to the next one.
+
+    `--served-model-name a b` becomes `--served-model-name a,b`.
+    """
+    joined: list[str] = []
+    for one in arguments:
+        if not one.startswith("-") and len(joined) > 1 and joined[-2] == NAMES and not joined[-1].startswith("-"):
+            joined[-1] += f",{one}"
+        else:
+            joined.append(one)
+    return joined
+
+
+def without_last_name(arguments: Sequence[str]) -> list[str]:
+    """Return a command line of `join_names` on which the last of several names is an argument of its own."""
+    parted: list[str] = []
+    for one in arguments:
+        names, comma, last = one.rpartition(",")
+        parted += [names, last] if comma and parted and parted[-1] == NAMES else [one]
+    return parted
+
+
+def advice_on(option: str, arguments: Sequence[str]) -> tuple[str, str] | None:
+    """Return an unknown flag as it was written, and what to do instead; None for one that is not vLLM's.
+
+    option: as the parser names it: of `-pp` no more than `-p`.
+    """
+    written = option
+    if not option.startswith("--"):
+        found = (one for one in arguments if one.startswith(option) and not one.startswith("--"))
+        written = next(found, option).partition("=")[0]
+    name = written.partition(".")[0]  # vLLM takes parts of JSON as --compilation-config.mode
+    advice = _advice("-O" if name.startswith("-O") else name)[0]
+    return None if advice is None else (written, advice.text)
+
+
+def without_vllms(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of a file, by name, in our spelling and without those of vLLM that hold here anyway.
+
+    Raises `ConfigError` with what to do for others of vLLM's that are none of ours.
+    """
+    ours = {name[2:].replace("-", "_"): one for one, names in ALIASES.items() for name in names if name[:2] == "--"}
+    kept = {}
+    for key, value in settings.items():
+        advice = ADVICE.get("--" + key.replace("_", "-"))
+        if advice is None:
+            kept[ours.get(key, key)] = value
+        elif not _holds(advice, value) or (advice.needs and advice.needs[2:].replace("-", "_") not in settings):
+            raise ConfigError(f"there is no setting {key}: {advice.text}", key)
+    return kept
+
+
+def _holds(advice: Advice, value: Any) -> bool:
+    if isinstance(value, bool):
+        return advice.on if value else advice.off
+    return str(value) in advice.holds
+
+
+def _before_rest(arguments: Sequence[str]) -> Iterator[str]:
+    for one in arguments:
+        if one == "--":
+            return
+        yield one
+
+
+def _dashed(argument: str) -> str:
+    """vLLM takes `--max_model_len`, too."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _advice(name: str) -> tuple[Advice | None, bool]:
+    """Return the advice for a flag, and whether it is written as `--no-...`."""
+    full = SHORT.get(name, name)
+    positive = "--" + full.removeprefix("--no-") if full.startswith("--no-") else ""
+    return (ADVICE[positive], True) if positive in ADVICE else (ADVICE.get(full), False)
+
+
+def _without_what_holds(arguments: Sequence[str], own: Collection[str]) -> list[str]:
+    kept: list[str] = []
+    left = list(arguments)
+    while left:
+        one = left.pop(0)
+        name, equals, value = one.partition("=")
+        advice, negative = _advice(name)
+        if advice is None or name in own:
+            kept.append(one)
+        elif advice.holds and not negative:
+            said = value if equals else left[0] if left else ""
+            if said not in advice.holds:
+                kept.append(one)
+            elif not equals:
+                left.pop(0)
+        elif equals or not (advice.off if negative else advice.on) or not _has(arguments, advice.needs):
+            kept.append(one)
+    return kept
+
+
+def _has(arguments: Sequence[str], needed: str | None) -> bool:
+    """Whether a flag is there, or a file that may have it."""
+    return needed is None or any(one.partition("=")[0] in (needed, "--config") for one in arguments)

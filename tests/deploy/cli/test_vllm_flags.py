@@ -1,0 +1,333 @@
+"""Whoever knows `vllm serve` can type its flags here: each works, or says in one sentence what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from rich.text import Text
+from typer.testing import CliRunner
+
+from cluster.config import ClusterConfig, parse_config
+from deploy import main as cli
+from deploy.cli.flags import in_flags, load_settings, merge_settings
+from deploy.cli.vllm_advice import ADVICE, SHORT
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.near_name import near_name
+from tests.deploy.cli.vllm_list import PYTHON, installed_list, stored_list
+
+FLAGS = [names for group in stored_list()["groups"].values() for names in group if "--help" not in names]
+OURS = {
+    name
+    for command in [__import__("typer").main.get_command(cli.app).commands["serve"]]
+    for param in command.params
+    for name in (*param.opts, *param.secondary_opts)
+}
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Run the command line; returns exit code and plain output in one line."""
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.delenv("SQUADRON_API_KEY", raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    runner = CliRunner()
+
+    def invoke(*args: str):
+        result = runner.invoke(cli.app, args)
+        if isinstance(result.exception, ConfigError):
+            return 1, in_flags(str(result.exception))
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result.exit_code, " ".join(Text.from_ansi(result.output).plain.split())
+
+    return invoke
+
+
+@pytest.fixture
+def served(monkeypatch) -> list[ClusterConfig]:
+    """What `squadron serve` would have started."""
+    import deploy.serve.command
+
+    seen: list[ClusterConfig] = []
+    monkeypatch.setattr(deploy.serve.command, "serve_app", lambda app, options: seen.append(app.shared))
+    monkeypatch.setattr(cli, "prepare_ray", lambda address: address)
+    return seen
+
+
+def test_every_flag_of_vllm_is_ours_or_has_advice():
+    assert len(FLAGS) > 200
+    spellings = [name for names in FLAGS for name in names if not name.startswith("--no-")]
+    unknown = [name for name in spellings if name not in OURS and SHORT.get(name, name) not in ADVICE]
+    assert not unknown
+    both = sorted(OURS & {*ADVICE, *SHORT})
+    assert not both, "advice that nobody can ever read"
+
+
+def test_the_list_is_that_of_the_vllm_that_is_installed():
+    python = os.environ.get(PYTHON) or shutil.which("vllm-python")
+    if python is None:
+        pytest.skip(f"no vLLM to compare the list with: set {PYTHON} to an interpreter that has it")
+    try:
+        told = installed_list(python)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"{python} has no vLLM that can be imported: {error}")
+    known = {name for names in FLAGS for name in names}
+    assert {name for group in told["groups"].values() for names in group for name in names} - known <= {
+        "-h",
+        "--help",
+    }
+
+
+@pytest.mark.parametrize("name", [*ADVICE, *SHORT])
+def test_advice_is_one_sentence_about_what_is_there(run, name):
+    advice = ADVICE[SHORT.get(name, name)]
+    code, output = run("serve", "demo", f"{name}=not-so")
+    assert code == 2
+    assert f"No such option: {name}. {advice.text}." in output
+    assert not advice.text.endswith(".")
+    assert ". " not in advice.text
+    commands = {"--revision"} if "hf download" in advice.text else set()
+    assert set(re.findall(r"(?<!`)--[a-z][a-z-]+", advice.text)) <= OURS | commands
+    for path in re.findall(r"docs/[\w/-]+\.md", advice.text):
+        assert (Path(cli.__file__).parents[1] / path).is_file()
+
+
+@pytest.mark.parametrize("flag", ["-pp", "--pipeline-parallel-size", "--pipeline_parallel_size"])
+def test_pipelines_are_refused_unless_there_is_one_stage(run, served, flag):
+    code, output = run("serve", "demo", flag, "2")
+    assert code == 2
+    assert f"No such option: {flag.replace('_', '-')}. Layers are not spread over stages: use --tensor-par" in output
+    assert run("serve", "demo", flag, "1")[0] == 0
+    assert len(served) == 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--enable-chunked-prefill", "--disable-log-requests", "--no-enable-lora", "--load-format", "auto"],
+        ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"],
+        ["--distributed-executor-backend=ray", "--data-parallel-size=1", "--swap-space", "0"],
+    ],
+)
+def test_what_holds_here_anyway_is_taken(run, served, given):
+    assert run("serve", "demo", *given, "--replicas", "2")[0] == 0
+    assert (served[0].model, served[0].replicas) == ("demo", 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--no-enable-chunked-prefill"], "It is always on"),
+        (["--enable-auto-tool-choice"], "--tool-call-parser is enough"),
+        (["--load-format", "dummy"], "Weights are read from safetensors files"),
+        (["--compilation-config.mode", "3"], "Use --cudagraph-capture-sizes"),
+        (["-cc.mode=3"], "Use --cudagraph-capture-sizes"),
+        (["-O3"], "Use --enforce-eager"),
+        (["--hf-overrides.rope_theta", "1"], "Give --hf-overrides one JSON object"),
+    ],
+)
+def test_what_does_not_hold_is_refused(run, given, told):
+    code, output = run("serve", "demo", *given)
+    assert code == 2
+    assert told in output
+
+
+@pytest.mark.parametrize(
+    ("given", "number"),
+    [("32768", 32768), ("32k", 32000), ("32K", 32768), ("25.6k", 25600), ("1m", 10**6), ("2M", 2 << 20)],
+)
+def test_numbers_are_taken_as_vllm_writes_them(run, served, tmp_path, given, number):
+    flags = ("--max-num-batched-tokens", "--kv-cache-memory-bytes", "--max-inflight-tokens", "--max-file-bytes")
+    assert run("serve", "demo", "--max-model-len", given, *(part for flag in flags for part in (flag, given)))[0] == 0
+    path = tmp_path / "settings.yaml"
+    path.write_text(f"model: demo\nmax-model-len: {given}\n")
+    assert run("serve", "--config", str(path))[0] == 0
+    names = ("max_num_batched_tokens", "kv_cache_memory_bytes", "max_inflight_tokens", "max_file_bytes")
+    assert [one.max_model_len for one in served] == [number, number]
+    assert [getattr(served[0], name) for name in names] == [number] * 4
+
+
+@pytest.mark.parametrize("given", ["auto", "-1"])
+def test_a_context_that_is_left_to_vllm_is_the_models_own(run, served, tmp_path, given):
+    path = tmp_path / "settings.yaml"
+    path.write_text("model: demo\nmax_model_len: 64\n")
+    assert run("serve", "--config", str(path), "--max-model-len", given)[0] == 0
+    assert served[0].max_model_len is None
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [("32q", "max_model_len: must be a valid integer"), ("1.5K", "such as 1K; k takes parts"), ("1.5", "integer")],
+)
+def test_other_numbers_are_refused_by_name(run, given, told):
+    code, output = run("serve", "demo", "--max-model-len", given)
+    assert code == 1
+    assert in_flags(told) in output
+
+
+@pytest.mark.parametrize(
+    ("given", "names", "model"),
+    [
+        (["demo", "--served-model-name", "a", "b"], ("a", "b"), "demo"),
+        (["demo", "--served-model-name", "a,b", "c", "--port", "1"], ("a", "b", "c"), "demo"),
+        (["--served-model-name", "a", "b", "--model", "demo"], ("a", "b"), "demo"),
+        (["--served-model-name", "a", "b", "demo"], ("a", "b"), "demo"),
+        (["--served-model-name", "a", "demo"], ("a",), "demo"),
+        (["demo", "--served-model-name=a", "--replicas", "2"], ("a",), "demo"),
+    ],
+)
+def test_names_may_be_separated_by_blanks(run, served, given, names, model):
+    assert run("serve", *given)[0] == 0
+    assert (served[0].names, served[0].model_id, served[0].model) == (names, "a", model)
+
+
+def test_the_model_may_be_a_flag(run, served):
+    assert run("serve", "--model", "demo")[0] == run("serve", "demo", "--model=demo")[0] == 0
+    assert [one.model for one in served] == ["demo", "demo"]
+    assert run("serve", "demo", "--model", "other") == (1, "model is 'demo' and --model 'other': give one of them")
+
+
+@pytest.mark.parametrize(("given", "dtype"), [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")])
+def test_types_have_vllms_short_names(run, served, given, dtype):
+    assert run("serve", "demo", "--dtype", given)[0] == 0
+    assert (served[0].dtype, EngineConfig("m", dtype=given).dtype) == (dtype, dtype)
+
+
+def test_other_spellings_are_taken_for_ours(run, served, tmp_path):
+    given = ["--num-gpu-blocks-override", "64", "-asc", "2", "--device-memory-utilization", "0.5"]
+    assert run("serve", "demo", *given, "-tp", "2", "-ep", "--max_num_seqs", "4")[0] == 0
+    path = tmp_path / "settings.yaml"
+    path.write_text("model: demo\nnum-gpu-blocks-override: 64\napi_server_count: 2\nmax-num-seqs: 4\n")
+    assert run("serve", "--config", str(path))[0] == 0
+    assert [(one.num_kv_blocks, one.routers, one.max_num_seqs) for one in served] == [(64, 2, 4)] * 2
+    assert (served[0].tensor_parallel_size, served[0].enable_expert_parallel) == (2, True)
+    assert served[0].gpu_memory_utilization == 0.5
+
+
+def test_a_file_for_vllm_is_read_as_its_flags_are(tmp_path):
+    path = tmp_path / "vllm.yaml"
+    path.write_text(
+        "model: demo\ntensor-parallel-size: 2\npipeline-parallel-size: 1\nenable-chunked-prefill: true\n"
+        "enable-auto-tool-choice: true\ntool-call-parser: hermes\nserved-model-name: [a, b]\n"
+        "hf-overrides: {rope_theta: 5}\n"
+    )
+    app = merge_settings(path, {})
+    assert (app.shared.tensor_parallel_size, app.shared.names) == (2, ("a", "b"))
+    assert json.loads(app.shared.hf_overrides or "") == {"rope_theta": 5}
+    path.write_text("model: demo\npipeline-parallel-size: 2\n")
+    with pytest.raises(ConfigError, match=r"vllm\.yaml: there is no setting pipeline_parallel_size: Layers are not"):
+        load_settings(path)
+
+
+@pytest.mark.parametrize("given", ["[1]", "{", "no json"])
+def test_overrides_must_be_an_object(given):
+    with pytest.raises(ConfigError, match=r"^hf_overrides must be a JSON object such as"):
+        parse_config({"model": "demo", "hf_overrides": given})
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "meant"),
+    [
+        ("--model", ["--max-model-len", "--reasoning-model"], None),
+        ("--load-format", ["--log-format"], None),
+        ("--disable-log-requests", ["--enable-log-requests"], None),
+        ("--mamba-block-size", ["--block-size"], None),
+        ("--hots", ["--host", "--port"], "--host"),
+        ("--maxmodel-len", ["--max-model-len", "--max-log-len"], "--max-model-len"),
+        ("--len-max-model", ["--max-model-len"], "--max-model-len"),
+        ("--max-loras", ["--max-replicas", "--max-log-len"], None),
+        ("--repicas", ["--replicas", "--routers"], "--replicas"),
+        ("--max_model_len", ["--max-model-len"], "--max-model-len"),
+        ("--max-seqs", ["--max-num-seqs", "--max-replicas"], "--max-num-seqs"),
+        ("--tensor-parallel", ["--tensor-parallel-size", "--enable-expert-parallel"], "--tensor-parallel-size"),
+        ("--max", ["--max-model-len", "--max-num-seqs"], None),
+        ("--kv", ["--num-kv-blocks", "--kv-cache-dtype"], None),
+    ],
+)
+def test_only_what_is_near_is_proposed(name, known, meant):
+    assert near_name(name, known) == meant
+
+
+def test_no_flag_of_vllm_is_taken_for_another():
+    """Even where nothing was known of them: their names are not those of other things here."""
+    ours = sorted(name for name in OURS if name.startswith("--"))
+    proposed = {name: near for name in ADVICE if (near := near_name(name, ours)) is not None}
+    assert proposed == {}
+
+
+DOCUMENTED = [
+    # Online serving
+    "NousResearch/Meta-Llama-3-8B-Instruct --dtype auto --api-key token-abc123",
+    "facebook/opt-125m --chat-template {template}",
+    "--model Qwen/Qwen3-8B --served-model-name qwen my-alias --host 0.0.0.0 --port 8100",
+    "Qwen/Qwen2.5-1.5B-Instruct --generation-config vllm --max-model-len 32k",
+    "meta-llama/Llama-3.1-8B-Instruct --uvicorn-log-level warning --root-path /llm",
+    "BAAI/bge-multilingual-gemma2 --runner pooling",
+    # Tool calling
+    "meta-llama/Llama-3.1-8B-Instruct --enable-auto-tool-choice --tool-call-parser llama3_json "
+    "--chat-template {template}",
+    "NousResearch/Hermes-2-Pro-Llama-3-8B --enable-auto-tool-choice --tool-call-parser hermes",
+    "mistralai/Mistral-7B-Instruct-v0.3 --enable-auto-tool-choice --tool-call-parser mistral --tokenizer_mode hf",
+    # Reasoning
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --reasoning-parser deepseek_r1",
+    "Qwen/Qwen3-8B --reasoning-parser qwen3 --enable-auto-tool-choice --tool-call-parser hermes",
+    # Quantization
+    "facebook/opt-125m --quantization fp8 --kv-cache-dtype fp8",
+    "TheBloke/Llama-2-7b-Chat-AWQ --quantization awq --dtype half",
+    "ModelCloud/Llama-3.2-1B-Instruct-gptqmodel-4bit -q gptq --revision main",
+    # Long context
+    "Qwen/Qwen3-8B --hf-overrides {overrides} --max-model-len 131072",
+    # Distributed serving
+    "gpt2 --tensor-parallel-size 4 --distributed-executor-backend ray",
+    "gpt2 -tp 4 -pp 2",
+    "deepseek-ai/DeepSeek-V3-0324 --tensor-parallel-size 1 --data-parallel-size 8 --enable-expert-parallel",
+    "facebook/opt-13b --tensor-parallel-size 8 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1",
+    # Optimization
+    "meta-llama/Llama-3.1-8B-Instruct --max-num-batched-tokens 16384 --enable-chunked-prefill --max-num-seqs 64",
+    "meta-llama/Llama-3.1-8B-Instruct --gpu-memory-utilization 0.95 --cudagraph-capture-sizes 1 2 4 -O3",
+    # LoRA, speculation, security, configuration
+    "meta-llama/Llama-3.2-3B-Instruct --enable-lora --lora-modules sql-lora=path --max-loras 4",
+    "Qwen/Qwen3-8B --speculative-config {overrides}",
+    "Qwen/Qwen3-8B --ssl-keyfile key.pem --ssl-certfile cert.pem --allowed-origins {origins}",
+    "--config {file}",
+]
+REFUSED = {  # by place in the list: how the sentence begins
+    4: "--root-path. Have the proxy in front take the prefix off the path",
+    5: "--runner. Each decoder generates and embeds",
+    16: "-pp. Layers are not spread over stages: use --tensor-parallel-size",
+    17: "--data-parallel-size. Use --replicas",
+    18: "--nnodes. Start Ray on each host",
+    20: "-O3. Use --enforce-eager for a faster start",
+    21: "--enable-lora. Adapters are not served: merge them into the weights",
+    22: "--speculative-config. There is no speculative decoding",
+    23: "--ssl-keyfile. TLS ends at an ingress or a reverse proxy in front",
+}
+
+
+@pytest.mark.parametrize("number", range(len(DOCUMENTED)))
+def test_commands_of_vllms_docs_work_or_say_what_to_do(run, served, tmp_path, number):
+    """Source: docs.vllm.ai, pages of online serving, tool calling, reasoning, quantization, parallelism, LoRA."""
+    template, file = tmp_path / "template.jinja", tmp_path / "config.yaml"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    file.write_text('model: meta-llama/Llama-3.1-8B-Instruct\nhost: "127.0.0.1"\nport: 6379\n')
+    values = {
+        "template": str(template),
+        "file": str(file),
+        "overrides": '{"rope_scaling":{"rope_type":"yarn","factor":4.0}}',
+        "origins": '["https://chat.example.com"]',
+    }
+    parts = [part.format(**values) if part[0] == "{" else part for part in DOCUMENTED[number].split()]
+    code, output = run("serve", *parts)
+    if number in REFUSED:
+        assert code == 2
+        assert f"No such option: {REFUSED[number]}" in output
+        assert not served
+    else:
+        assert (code, len(served)) == (0, 1), output
