@@ -33,6 +33,7 @@ from cluster.openai.response_fields import (
     ResponseQuery,
     ResponseRequest,
 )
+from cluster.openai.scoring import REFUSED_RERANK, REFUSED_SCORE, RerankFields, ScoreFields
 
 _SHARED = {
     "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "model", "n", "presence_penalty", "seed",
@@ -106,9 +107,14 @@ _HEAD = """\
   the context is `prompt is too long: N tokens > M maximum`. Thoughts are blocks of type `thinking` where the server
   has a `--reasoning-parser`. `max_tokens` may be more than the context holds: the message then ends with
   `model_context_window_exceeded`. Hints there are `cache_control`, `is_error`, `thinking.budget_tokens`, what
-  Anthropic adds to tools and blocks, and `redacted_thinking`; a template that takes no system messages behind others gets them
-  at the beginning. `anthropic-version` is any date since 2023-06-01; who sends it gets `/v1/models` in that form.
-  Anthropic's own tools (`web_search` and others), images and documents are refused.
+  Anthropic adds to tools and blocks, and `redacted_thinking`; a template that takes no system messages behind others
+  gets them at the beginning. `anthropic-version` is any date since 2023-06-01; who sends it gets `/v1/models` in that
+  form. Anthropic's own tools (`web_search` and others), images and documents are refused.
+- `/v1/score` and `/v1/rerank` compare embeddings by their cosine, with any model. A reranker that was trained to read
+  query and document together needs its own prompt: ask it by a completion.
+- `POST /invocations` is SageMaker's: a body with `messages` is a chat, with `prompt` a completion, with `input` an
+  embedding; `GET /ping` needs no key. `GET /tokenizer_info` is what lm-eval's remote tokenizer asks for (`?model=`
+  where there are several), `GET /load` the requests that run or wait in this router. `/docs` shows `/openapi.json`.
 - A key is sent as `Authorization: Bearer KEY`, or as `x-api-key: KEY`.
 - `x-request-timeout-seconds` on a POST limits the time of its answer, which then ends with `deadline_exceeded`
   (504, or an error in the stream).
@@ -148,6 +154,8 @@ TABLES: Sequence[Table] = (
     Table("POST /v1/messages", MessagesRequest, REFUSED_MESSAGES, ANTHROPIC_MESSAGES, "Anthropic"),
     Table("POST /v1/messages/count_tokens", CountTokensFields, REFUSED_COUNT, ANTHROPIC_COUNT, "Anthropic"),
     Table("POST /v1/embeddings", EmbeddingFields, REFUSED_EMBEDDING, OPENAI_EMBEDDING),
+    Table("POST /v1/score", ScoreFields, REFUSED_SCORE),
+    Table("POST /v1/rerank", RerankFields, REFUSED_RERANK),
     Table("POST /v1/files", FileFields, openai=OPENAI_FILE),
     Table("GET /v1/files", FileListFields, openai=OPENAI_FILE_LIST),
     Table("POST /v1/batches", BatchFields, openai=OPENAI_BATCH),
