@@ -51,10 +51,14 @@ class InvalidRequestError(SquadronError):
 
 
 class PromptTooLongError(InvalidRequestError):
-    """The prompt, or it and what is to follow, does not fit the model's context or the whole KV cache."""
+    """The prompt, or it and what is to follow, does not fit the model's context or the whole KV cache.
 
-    def __init__(self, message: str, param: str = "prompt") -> None:
+    num_tokens: of the prompt, where that is known.
+    """
+
+    def __init__(self, message: str, param: str = "prompt", num_tokens: int | None = None) -> None:
         super().__init__(message, param, "context_length_exceeded")
+        self.num_tokens = num_tokens
 
 
 def context_words(limit: int, of_cache: bool) -> str:

@@ -26,6 +26,9 @@ from engine.request import Request
 _LAST_WAIT = 1.0  # seconds that one has at least for a replica that is let in, if it came while there was one
 _CHECK_AGAIN = 0.2  # seconds after which the bounds are asked anew while requests wait: replicas come and go
 _LONGEST_RETRY = 600  # seconds
+# Why a request is refused: as many wait as may, or it would wait too long, or has.
+MANY, LONG = "max_num_queued_reqs", "longest_wait"
+REASONS = (MANY, LONG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class AdmissionQueue:
     ) -> None:
         self.source = source
         self.on_turned_away = on_turned_away
+        self.rejections: Counter[str] = Counter()  # by `REASONS`
         self.shed: Counter[str] = Counter()  # tenant -> requests that were refused because too many wait, or too long
         self._inflight = Inflight(bound, token_bound)
         self._config = config or AdmissionConfig()
@@ -230,10 +234,10 @@ class AdmissionQueue:
         priority, last = self._queue.last(queued.tenant)
         full = f"{self._config.max_waiting} requests of this tenant wait already"
         if priority <= queued.priority or last.called is None:
-            raise self._overloaded(queued, full)
+            raise self._overloaded(queued, full, MANY)
         self._drop(last)
         if not last.called.done():
-            last.called.set_exception(self._overloaded(last, f"{full}, and a more urgent one came"))
+            last.called.set_exception(self._overloaded(last, f"{full}, and a more urgent one came", MANY))
 
     def _drop(self, queued: QueuedRequest) -> None:
         if queued.waits:
@@ -291,15 +295,16 @@ class AdmissionQueue:
 
     def _refusal(self, queued: QueuedRequest, reason: str) -> ApiError:
         """Return the error of one that would wait too long, or has: for others, or for want of a replica."""
-        error = self._overloaded(queued, reason)
+        error = self._overloaded(queued, reason, LONG)
         if self._config.absent_wait is None or self._serving():
             return error
         message = f"no replica is there to take the request; try again in {error.retry_after} s"
         return ApiError("no_replica", message, retry_after=error.retry_after)
 
-    def _overloaded(self, queued: QueuedRequest, reason: str) -> ApiError:
+    def _overloaded(self, queued: QueuedRequest, reason: str, kind: str) -> ApiError:
         """Retrying pays once those who wait now have had their turn, at the rate of late."""
         self.shed[queued.tenant] += 1
+        self.rejections[kind] += 1
         self._turned_away.add(asyncio.get_running_loop().time(), queued.work)
         ahead = self._drain.seconds_for(self._queue.work_ahead(queued.tenant, queued.priority, queued.work))
         seconds = min(max(math.ceil(ahead or 0.0), 1), _LONGEST_RETRY)

@@ -118,7 +118,7 @@ class KeyRing:
         entry = self._entries.get(self._place(digest), self._nobody)
         if not hmac.compare_digest(entry.digest, digest):
             found = "this API key is not known here" if key else "no API key was sent"
-            raise ApiError("unauthorized", f"{found}; give one as 'Authorization: Bearer KEY'")
+            raise ApiError("unauthorized", f"{found}; give one as 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
         if entry.expires is not None and entry.expires <= self._clock():
             when = datetime.fromtimestamp(entry.expires, UTC).isoformat(timespec="seconds")
             raise ApiError("unauthorized", f"this API key expired at {when}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from datetime import UTC, datetime
 from functools import cache, partial
 from importlib.metadata import version
 from typing import Any
@@ -20,6 +21,7 @@ from starlette.types import ASGIApp
 from cluster.admission.keys import Tenant
 from cluster.admission.tenants import Tenancy
 from cluster.batch.server.store import Store
+from cluster.error_forms import COUNT_TOKENS, MESSAGES, error_of, form_of
 from cluster.errors import ApiError
 from cluster.http.batch_routes import BatchRoutes, FileRoutes
 from cluster.http.drain_route import DrainNode, drain_route
@@ -35,6 +37,7 @@ from cluster.http.endpoints import (
 )
 from cluster.http.gate import Gate
 from cluster.http.kept_answers import InputItemsEndpoint, KeptChatEndpoint, KeptEndpoint, KeptResponseEndpoint
+from cluster.http.messages import VERSION_HEADER, CountTokensEndpoint, MessagesEndpoint
 from cluster.http.openapi import OPERATIONS, SERVED, openapi
 from cluster.http.sites import Sites
 from cluster.http.storage import FileThreads, Stored
@@ -133,6 +136,8 @@ def _endpoint_routes(services: Services, kept: ResponseStore | None) -> list[Rou
     endpoints: dict[str, ASGIApp] = {
         **{path: KeptEndpoint(one, services, path, kept) for path, one in generating.items()},
         "/v1/embeddings": EmbeddingsEndpoint(services),
+        MESSAGES: MessagesEndpoint(services),
+        COUNT_TOKENS: CountTokensEndpoint(services),
         "/tokenize": TokensEndpoint(services, tokenize),
         "/detokenize": TokensEndpoint(services, detokenize),
     }
@@ -156,19 +161,28 @@ def _asker(request: Request) -> Tenant:
 
 
 def _model_routes(models: Models) -> list[Route]:
-    async def list_models(_: Request) -> Response:
-        cards = [_card(front.model, name) for front in models for name in front.model.names]
-        return _json({"object": "list", "data": cards})
+    async def list_models(request: Request) -> Response:
+        cards = [_card(front.model, name, request) for front in models for name in front.model.names]
+        page = {}
+        if VERSION_HEADER in request.headers:
+            page = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
+        return _json({"object": "list", "data": cards, **page})
 
     async def one_model(request: Request) -> Response:
         name = request.path_params["name"]
-        return _json(_card(models.named(name).model, name))
+        return _json(_card(models.named(name).model, name, request))
 
     return [Route("/v1/models", list_models), Route("/v1/models/{name:path}", one_model)]
 
 
-def _card(model: ServedModel, name: str) -> dict[str, Any]:
+def _card(model: ServedModel, name: str, request: Request) -> dict[str, Any]:
+    """What is told of a model; clients of Anthropic's API, which name its version, are told more."""
+    more = {}
+    if VERSION_HEADER in request.headers:
+        made = _rfc_3339(model.created)
+        more = {"type": "model", "display_name": name, "created_at": made, "lifecycle": "active"}
     return {
+        **more,
         "id": name,
         "object": "model",
         "created": model.created,
@@ -176,6 +190,10 @@ def _card(model: ServedModel, name: str) -> dict[str, Any]:
         "root": model.model_id,
         "max_model_len": model.max_model_len,
     }
+
+
+def _rfc_3339(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def _document_routes(keyed: bool, drains: bool) -> list[Route]:
@@ -250,7 +268,7 @@ _ERRORS = {HTTPException: _http_error, ApiError: _api_error, Exception: _inside_
 
 def _error(request: Request, error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
     error.request_id = request.scope["state"]["exchange"]["id"]
-    return _json(error.body(), error.status, headers)
+    return _json(form_of(request.scope).body(error_of(error)), error.status, headers)
 
 
 def _json(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -11,8 +11,8 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.admission.deadline import deadline_exceeded
+from cluster.error_forms import OPENAI_FORM, ErrorForm, error_of
 from cluster.errors import ApiError
-from cluster.openai.frames import error_frame
 from engine.scheduler.scheduler import DEADLINE_EXCEEDED
 
 BODY_TIMEOUT = 60.0  # seconds for a client to send its body
@@ -147,10 +147,14 @@ async def disconnected(receive: Receive) -> None:
 
 
 class Answer:
-    """The response of one exchange: a JSON body, a stream of events or a file, and after either nothing more."""
+    """The response of one exchange: a JSON body, a stream of events or a file, and after either nothing more.
 
-    def __init__(self, send: Send) -> None:
+    form: of its errors.
+    """
+
+    def __init__(self, send: Send, form: ErrorForm = OPENAI_FORM) -> None:
         self._to_client = send
+        self._form = form
         self.status = 0  # 0 until it is decided
         self.is_whole = False  # its last byte is sent, or on its way
         self._streaming = False
@@ -206,13 +210,13 @@ class Answer:
 
     async def _error(self, error: ApiError, headers: Iterable[tuple[bytes, bytes]]) -> None:
         if self._streaming:
-            await self.end(error_frame(error.body()))
+            await self.end(self._form.frame(error_of(error)))
             return
         retry = [] if error.retry_after is None else [(b"retry-after", str(error.retry_after).encode())]
         if error.code == DEADLINE_EXCEEDED:
             # OpenAI's clients repeat failed requests by themselves unless a header forbids it: with its time anew.
             retry.append((b"x-should-retry", b"false"))
-        await self.json(error.status, json.encode(error.body()), [*retry, *headers])
+        await self.json(error.status, json.encode(self._form.body(error_of(error))), [*retry, *headers])
 
     async def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self.status = status

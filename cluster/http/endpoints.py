@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.admission.tenants import Visit
 from cluster.answer_log import ANSWER_LOG, AnswerFacts, AnswerLog, Kept
+from cluster.error_forms import form_of
 from cluster.errors import ApiError, as_api_error
 from cluster.http.asgi import READ_PATIENCE, Answer, ClientGone, ClientStalled, read_body, until_disconnect
 from cluster.openai.call import Call, Parse, PromptOptions, chat_ids, conversation_of
@@ -86,7 +87,7 @@ class Responder(ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request (ASGI)."""
-        answer = Answer(send)
+        answer = Answer(send, form_of(scope))
         exchange = scope["state"]["exchange"]
         try:
             await self._respond(scope, receive, answer)

@@ -20,6 +20,7 @@ from cluster.admission.quotas import RateState, RateStates
 from cluster.admission.tenants import Tenancy, Visit
 from cluster.answer_log import ANSWER_LOG, AnswerLog, NoLog
 from cluster.client_id import SERVERS_NAME, SESSION_HEADER, checked_session, is_client_id
+from cluster.error_forms import MESSAGES_FORM, OPENAI_FORM, ErrorForm, form_of
 from cluster.errors import ApiError
 from cluster.http.asgi import Answer
 from cluster.http.sites import Sites, answer_preflight, is_preflight, shared_with_pages
@@ -35,6 +36,7 @@ OPEN_PATHS = frozenset({"/health"})
 SCRAPED_PATHS = frozenset({"/metrics", "/ready"})  # all that a key for scraping opens
 PAGES = frozenset({"/ui"})  # where a browser goes, which asks its user for the key when the answer says how
 _ASK_THE_USER = (b"www-authenticate", b'Basic realm="Squadron: the API key as password", charset="UTF-8"')
+KEY_HEADER = "x-api-key"  # as Anthropic's clients send keys; `Authorization` goes first
 log = logging.getLogger(__name__)
 
 
@@ -88,6 +90,8 @@ class Gate:
                 named = [self._name(exchange)]
                 if ignored := exchange.get("ignored"):
                     named.append((IGNORED_HEADER.encode(), ignored.encode()))
+                if form_of(scope) is MESSAGES_FORM:
+                    named.append((b"request-id", exchange["id"].encode()))
                 named += shared_with_pages(self._sites, headers)
                 message["headers"] = [*message.get("headers", ()), *named, *await self._rates(scope)]
                 self._metrics.answered(self._route_label(scope), message["status"], exchange.get("model", ""))
@@ -105,7 +109,7 @@ class Gate:
             visit = await self._visit(tenant, headers, trace, log) if scope["method"] == "POST" else None
         except ApiError as error:
             asks = error.code == "unauthorized" and raw_path(scope) in PAGES
-            await _refuse(error, exchange, send_named, [_ASK_THE_USER] if asks else [])
+            await _refuse(error, exchange, send_named, form_of(scope), [_ASK_THE_USER] if asks else [])
             return
         if visit is None:
             await self._app(scope, receive, send_named)
@@ -132,6 +136,8 @@ class Gate:
         if raw_path(scope) in OPEN_PATHS:
             return OPEN
         given = headers.get("authorization", "")
+        if not given and (key := headers.get(KEY_HEADER)) is not None:
+            given = f"Bearer {key}"
         # What a browser adds by itself counts only on the way to a page and from it: other sites' pages could have
         # it sent as well. Source: W3C Fetch Metadata, which all browsers of today send and no page can forge.
         if raw_path(scope) in PAGES or headers.get("sec-fetch-site") == "same-origin":
@@ -158,13 +164,17 @@ class Gate:
 
 
 async def _refuse(
-    error: ApiError, exchange: dict[str, str], send: Send, headers: Iterable[tuple[bytes, bytes]] = ()
+    error: ApiError,
+    exchange: dict[str, str],
+    send: Send,
+    form: ErrorForm = OPENAI_FORM,
+    headers: Iterable[tuple[bytes, bytes]] = (),
 ) -> None:
     error.request_id, exchange["error"] = exchange["id"], error.code
     tenant = exchange.get("tenant", "unknown")
     told = exchange["id"], tenant, error.code
     log.info("request %s of tenant %s: refused at the door: %s", *told, extra=about(exchange))
-    await Answer(send).error(error, headers)
+    await Answer(send, form).error(error, headers)
 
 
 def raw_path(scope: Scope) -> str:

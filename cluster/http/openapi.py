@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 from pydantic.json_schema import models_json_schema
 
+from cluster.anthropic.message_fields import CountTokensFields, MessagesRequest
 from cluster.batch.server.objects import Status
 from cluster.http.batch_routes import BatchFields, BatchListFields, FileFields, FileListFields
 from cluster.http.drain_route import DrainFields
@@ -196,6 +197,30 @@ SERVED: Sequence[Operation] = (
         verb="delete",
     ),
     Operation(
+        "/v1/messages",
+        "Answer a conversation, in Anthropic's form.",
+        _object(
+            id=_STRING,
+            type={"const": "message"},
+            role={"const": "assistant"},
+            model=_STRING,
+            content=_list({"type": "object"}),
+            stop_reason={
+                "enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+            },
+            stop_sequence={"type": ["string", "null"]},
+            usage=_object(input_tokens=_INTEGER, output_tokens=_INTEGER),
+        ),
+        MessagesRequest,
+        streams=True,
+    ),
+    Operation(
+        "/v1/messages/count_tokens",
+        "Count the tokens of a conversation, in Anthropic's form.",
+        _object(input_tokens=_INTEGER),
+        CountTokensFields,
+    ),
+    Operation(
         "/v1/embeddings",
         "Turn texts into vectors of length 1.",
         _object(
@@ -214,7 +239,7 @@ SERVED: Sequence[Operation] = (
     ),
     Operation("/detokenize", "Turn tokens into text.", _object(prompt=_STRING), DetokenizeFields),
     *STORAGE_OPERATIONS,
-    Operation("/v1/models", "List the one model.", _object(object={"const": "list"}, data=_list(_CARD))),
+    Operation("/v1/models", "List the models.", _object(object={"const": "list"}, data=_list(_CARD))),
     Operation("/version", "Tell the version.", _object(version=_STRING)),
     Operation("/health", "Tell that the process lives.", _object(status=_STRING), open=True),
     Operation("/ready", "Tell whether requests can be served.", _object(ready={"type": "boolean"}), not_yet=True),

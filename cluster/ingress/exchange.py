@@ -13,6 +13,7 @@ from typing import Any
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.answer_log import CONTINUES, ELAPSED, KEEPS, NOTES
+from cluster.error_forms import COUNT_TOKENS, MESSAGES, form_of
 
 STALLED = 600.0  # seconds; a client that takes nothing for so long is taken for gone
 MOST_OF_ONE = 32 << 20  # bytes that are kept of one exchange: what was asked and what its routers said
@@ -28,6 +29,8 @@ REPEATED = frozenset(  # a POST that has no effect but its answer
         "/v1/chat/completions",
         "/v1/responses",
         "/v1/embeddings",
+        MESSAGES,
+        COUNT_TOKENS,
         "/tokenize",
         "/detokenize",
     }
@@ -58,7 +61,7 @@ class Exchange:
     over: answered to the end, or the client is gone. started: whether the client has the head of an answer. kind: its
     content type. last: what of the body came last. sent: bytes of the body that the client has or that are
     on their way to it. shown_id: the router's id of the answer, where the answer shows that one. named: whether the
-    client has a name of its own for the request.
+    client has a name of its own for the request. error_form: of the route.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, budget: Budget, named: bool) -> None:
@@ -70,6 +73,7 @@ class Exchange:
         self.shown_id: str | None = None
         self.stalled = False
         self.named = named
+        self.error_form = form_of(scope)
         self._scope = dict(scope)
         self._receive = receive
         self._send = send

@@ -28,6 +28,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.client_id import is_client_id
+from cluster.error_forms import OPENAI_FORM, ErrorForm, error_of
 from cluster.errors import ApiError
 from cluster.ingress.attempt import Attempt
 from cluster.ingress.bounded_http import bound_http
@@ -104,7 +105,7 @@ class RouterLossGuard:
             if exchange.over:
                 return
             if attempt.unknown:
-                await refuse(no_router(exchange.shown_id or _request_id(scope)), send)
+                await refuse(no_router(exchange.shown_id or _request_id(scope)), send, exchange.error_form)
                 return
             losses.add(exchange.progress, attempt, self._wait)
             why = _why_final(attempt, losses)
@@ -174,25 +175,25 @@ async def _tell_loss(
 ) -> None:
     """Tell the client that its router is gone, and no other one goes on. refused: the error of one that would not."""
     if not exchange.started:
-        await refuse(router_lost(request_id), send)
+        await refuse(router_lost(request_id), send, exchange.error_form)
     elif exchange.streams_events:
-        told = refused or router_lost(request_id).body()["error"]
-        await send({"type": "http.response.body", "body": _last_event(exchange.last, told)})
+        told = refused or error_of(router_lost(request_id))
+        await send({"type": "http.response.body", "body": _last_event(exchange, told)})
 
 
-def _last_event(last: bytes, error: Mapping[str, Any]) -> bytes:
-    """Return the event in the form that the stream's route gives its own errors. last: the frames before it."""
-    numbers = _NUMBER.findall(last)
+def _last_event(exchange: Exchange, error: Mapping[str, Any]) -> bytes:
+    """Return the event in the form that the stream's route gives its own errors."""
+    numbers = _NUMBER.findall(exchange.last) if exchange.error_form is OPENAI_FORM else ()
     if not numbers:
-        return b"data: " + json.encode({"error": error}) + b"\n\n"
+        return exchange.error_form.frame(error)
     told = {name: error.get(name) for name in ("code", "message", "param")}
     event = {"type": "error", "sequence_number": int(numbers[-1]) + 1, **told, "error": error}
     return b"event: error\ndata: " + json.encode(event) + b"\n\n"
 
 
-async def refuse(error: ApiError, send: Send) -> None:
+async def refuse(error: ApiError, send: Send, form: ErrorForm = OPENAI_FORM) -> None:
     """Answer an exchange that has no answer yet with an error."""
-    body = json.encode(error.body())
+    body = json.encode(form.body(error_of(error)))
     headers = {
         "content-type": "application/json",
         "content-length": str(len(body)),

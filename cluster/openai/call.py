@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -62,6 +62,7 @@ class Call:
     at all; thinking: parser of what comes before the answer, None = nothing does. created: seconds since 1970.
     tells_cache: whether the answer tells what a prefix cache spared, which depends on what else was asked.
     ignored: fields of the client's that had no use (`Hints.names`).
+    fits_output: `params.max_tokens` may be more than the context holds behind the prompt: it is cut to that.
     """
 
     request_id: str
@@ -86,6 +87,7 @@ class Call:
     created: int = field(default_factory=lambda: int(time.time()))
     tells_cache: bool = True
     ignored: tuple[str, ...] = ()
+    fits_output: bool = False
 
     def clients_error(self, error: ApiError | InvalidRequestError) -> ApiError:
         """Return an error in the client's words, on every ingress: it names the field that the client sent."""
@@ -110,9 +112,12 @@ def build_requests(call: Call, model: ServedModel) -> list[Request]:
     _check_ids(call.params, model.vocab_size)
     param = "prompt" if call.conversation is None else "messages"
     prompts = [_truncated(ids, call, model) for ids in prompt_ids(call, model)]
+    wanted = 1 if call.fits_output else _wanted(call.params)
     for ids in prompts:
-        _check_length(len(ids), call, model, param)
+        _check_length(len(ids), wanted, model, param)
     params = model.tokenizer.with_bad_words(call.params)
+    if call.fits_output and params.max_tokens is not None:
+        params = replace(params, max_tokens=min(params.max_tokens, model.longest_sequence - max(map(len, prompts))))
     return [_request(call, params, number, ids, len(prompts)) for number, ids in enumerate(prompts)]
 
 
@@ -173,10 +178,9 @@ def _wanted(params: SamplingParams) -> int:
     return params.max_tokens or max(params.min_tokens, 1)
 
 
-def _check_length(length: int, call: Call, model: ServedModel, param: str) -> None:
+def _check_length(length: int, wanted: int, model: ServedModel, param: str) -> None:
     if length == 0:
         raise InvalidRequestError(f"{param} is empty: it must give at least one token", param)
-    wanted = _wanted(call.params)
     if length + wanted <= model.longest_sequence:
         return
     words = context_words(model.longest_sequence, model.longest_sequence < model.max_model_len)
@@ -185,6 +189,7 @@ def _check_length(length: int, call: Call, model: ServedModel, param: str) -> No
         f"{words}you requested {length + wanted} tokens ({length} in the {param}, {wanted} in the completion). "
         f"Please reduce the length of the {param}{'' if alone else ' or of the completion'}.",
         param,
+        length,
     )
 
 
@@ -295,14 +300,14 @@ def _names_read(template: str) -> str:
 
 def _is_used(variable: str, param: str, template: str, hints: Hints) -> bool:
     """Whether the template reads `variable`; where not, the field is a hint."""
-    if _reads(template, variable):
+    if template_reads(template, variable):
         return True
     hints.leave(_unread(param))
     return False
 
 
 def _refuse_unread(variable: str, param: str, template: str) -> None:
-    if not _reads(template, variable):
+    if not template_reads(template, variable):
         raise _unread(param)
 
 
@@ -312,5 +317,6 @@ def _unread(param: str) -> InvalidRequestError:
 
 
 @lru_cache(maxsize=256)  # asked for each of thousands of messages
-def _reads(template: str, variable: str) -> bool:
+def template_reads(template: str, variable: str) -> bool:
+    """Whether a chat template reads a variable. variable: its name, or several with | between them."""
     return re.search(rf"\b(?:{variable})\b", template) is not None

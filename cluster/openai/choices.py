@@ -35,6 +35,7 @@ class Delta:
     """What is new in one choice. `finish_reason` comes with its last delta; the text may be empty in any.
 
     calls and reasoning: what of the text was found to be calls of tools, or thoughts before the answer.
+    stop_string: that ended the choice, "" where none did.
     """
 
     choice: int
@@ -44,6 +45,7 @@ class Delta:
     finish_reason: str | None = None
     calls: Sequence[CallDelta] = ()
     reasoning: str = ""
+    stop_string: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ class Choice:
             reason = "stop"
             ids = ids[: stream.num_tokens - before]
         self.done = reason is not None
-        delta = Delta(self._index, text, ids, placed, reason)
+        delta = Delta(self._index, text, ids, placed, reason, stop_string=stream.stop_string)
         if self._parser is not None:
             return self._parsed(delta, self._parser)
         return delta if self._opening is None else self._opening.take(delta)
@@ -161,7 +163,7 @@ def _join(delta: Delta, more: Delta) -> None:
     delta.token_ids = (*delta.token_ids, *more.token_ids)
     delta.logprobs = (*delta.logprobs, *more.logprobs)
     delta.calls = merged((*delta.calls, *more.calls))
-    delta.finish_reason = more.finish_reason
+    delta.finish_reason, delta.stop_string = more.finish_reason, more.stop_string
 
 
 def answer_parser(call: Call, request: Request, choice: int, tokenizer: Tokenizer) -> AnswerParser | None:

@@ -226,11 +226,6 @@ class ChatFrames(Frames):
         return chat_logprobs(delta.logprobs, self._tokenizer, self._call.params.logprobs or 0)
 
 
-def error_frame(body: dict[str, Any]) -> bytes:
-    """Return the frame that ends a stream which failed after its start: no `[DONE]` follows it."""
-    return b"data: " + _encode(body) + b"\n\n"
-
-
 def usage_body(usage: TokenUsage) -> dict[str, Any]:
     """Return the `usage` object of an answer."""
     body: dict[str, Any] = {

@@ -31,7 +31,7 @@ from engine.errors import InvalidRequestError
 from engine.sampling_params import GrammarKind, StructuredOutput
 
 MAX_TOOLS = 128
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")  # OpenAI has 64; agents name tools of MCP servers by both
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 MAX_CHOICES = 1024
 _MAX = 2**31 - 1
@@ -40,7 +40,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 def _name(value: Any) -> str:
     if not isinstance(value, str) or not _NAME.fullmatch(value):
-        raise PydanticCustomError("tool_name", "must be 1 to 64 letters, digits, underscores or dashes")
+        raise PydanticCustomError("tool_name", "must be 1 to 128 letters, digits, underscores or dashes")
     return value
 
 

@@ -81,7 +81,7 @@ class ReplicaCore:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._engine = engine(core, self._loop, self)
-        self.metrics = StepMetrics(facts.model, facts.token_budget)
+        self.metrics = StepMetrics(facts.model, facts.token_budget, facts.replica_id)
         self._telemetry = ReplicaTelemetry(self.metrics, self._engine.flight, spans, clock)
         self._runs = Runs(self._engine.used)
         self._sessions = RouterSessions(
@@ -100,7 +100,7 @@ class ReplicaCore:
     @property
     def costs(self) -> ReplicaCosts:
         """Who has used what, as of a moment ago."""
-        return costs_of(self._engine.costs, self._grammars.spent())
+        return costs_of(self._engine.costs, self._grammars.spent(), self.metrics.told())
 
     @property
     def queue_age(self) -> float:

@@ -67,7 +67,11 @@ class LiveModel:
         self._deployment = replicas.deployment_name
         metrics.register(
             RequestCollector(
-                model.model_id, self._dispatcher.counters, lambda: self._dispatcher.num_live, self._queued
+                model.model_id,
+                self._dispatcher.counters,
+                lambda: self._dispatcher.num_live,
+                self._queued,
+                lambda: self._dispatcher.num_waiting,
             )
         )
         metrics.register(RoutingCollector(model.model_id, self._dispatcher.counters, self._dispatcher.caches))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from cluster.admission.admission_queue import REASONS
 from cluster.admission.tenants import Tenancy, TenantCounts
 from cluster.lifecycle.starts import failed_before
 from cluster.router.counters import OUTCOMES, DispatcherCounters
@@ -21,7 +22,7 @@ from cluster.router.models import Models
 from cluster.router.prefix_index import CacheReports
 from cluster.router.readiness import fresh
 from cluster.router.replica_set import ReplicaView
-from cluster.telemetry.metrics import Metrics, account_metrics
+from cluster.telemetry.metrics import Metrics, account_metrics, cache_metric, told_histograms
 from cluster.telemetry.samples import Labels, by_label, family_of, histogram_of
 from cluster.wire.link import ENDS
 
@@ -33,15 +34,22 @@ class RequestCollector(Collector):
     """Reads a dispatcher's counters at each scrape.
 
     live: says how many requests have not ended. queued: how many wait in the router, whether taken in or not.
+    deferred: how many of those wait for a replica, and not for their turn.
     """
 
     def __init__(
-        self, model_name: str, counters: DispatcherCounters, live: Callable[[], int], queued: Callable[[], int]
+        self,
+        model_name: str,
+        counters: DispatcherCounters,
+        live: Callable[[], int],
+        queued: Callable[[], int],
+        deferred: Callable[[], int] = int,
     ) -> None:
         self._model_name = model_name
         self._counters = counters
         self._live = live
         self._queued = queued
+        self._deferred = deferred
 
     def describe(self) -> Iterable[Metric]:
         """Tell nothing in advance (called by the registry)."""
@@ -52,7 +60,10 @@ class RequestCollector(Collector):
         counters = self._counters
         label = (self._model_name,)
         yield family_of("requests_live", {label: self._live()})
-        yield family_of("requests_queued", {label: self._queued()})
+        queued, deferred = self._queued(), self._deferred()
+        yield family_of("requests_queued", {label: queued})
+        reasons = {"capacity": queued - deferred, "deferred": deferred}
+        yield self._by("requests_queued_by_reason", tuple(reasons), reasons)
         yield family_of("requests_accepted", {label: counters.accepted})
         yield self._by("requests_ended", OUTCOMES, counters.outcomes)
         yield self._by("links_lost", ENDS, counters.links_lost)
@@ -81,6 +92,9 @@ class CostCollector(Collector):
         """Yield the accounts, and the histograms of what requests used."""
         known = {view.replica_id: view.costs for view in self._replicas() if view.costs is not None}
         yield from account_metrics(self._model_name, known)
+        yield from told_histograms(self._model_name, known)
+        caches = {view.replica_id: (view.block_size, view.num_kv_blocks) for view in self._replicas()}
+        yield cache_metric(self._model_name, caches)
         label = (self._model_name,)
         yield histogram_of("request_device_seconds", label, self._counters.device_seconds)
         yield histogram_of("request_kv_block_seconds", label, self._counters.block_seconds)
@@ -172,6 +186,12 @@ class TenantCollector(Collector):
         waits = {label: admission.state() for label, admission in queues.items()}
         yield family_of("sequences_dispatched", {label: admission.num_inside for label, admission in queues.items()})
         yield family_of("tokens_dispatched", {label: admission.tokens_inside for label, admission in queues.items()})
+        refused: dict[Labels, float] = {
+            (front.model_id, reason): number
+            for front in self._models
+            for reason, number in by_label(REASONS, front.admission.rejections).items()
+        }
+        yield family_of("admission_rejections", refused)
         yield family_of("queued_tokens", {label: figures.tokens for label, figures in waits.items()})
         yield family_of("queue_age_seconds", {label: figures.age for label, figures in waits.items()})
         yield family_of("queue_drain_tokens_per_second", {label: figures.rate for label, figures in waits.items()})

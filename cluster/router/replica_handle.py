@@ -137,6 +137,7 @@ class ReplicaHandle:
         self.replica_id = link.replica_id
         self.incarnation = link.incarnation
         self.block_size = link.welcome.block_size
+        self.num_kv_blocks = link.welcome.num_kv_blocks
         self.kv_tokens = link.welcome.num_kv_blocks * link.welcome.block_size
         self.fingerprint = link.welcome.fingerprint if fingerprint is None else fingerprint
         self.computed_by = link.welcome.fingerprint

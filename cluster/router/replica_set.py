@@ -29,7 +29,7 @@ MESSAGES_PER_TURN = 16
 class ReplicaView:
     """One replica as a router sees it now. `age`: seconds since its engine is known to have moved.
 
-    costs: None before its first report of them.
+    costs: None before its first report of them. block_size: tokens of a KV block, of which it has `num_kv_blocks`.
     """
 
     replica_id: str
@@ -40,6 +40,8 @@ class ReplicaView:
     age: float
     load: Load
     costs: ReplicaCosts | None = None
+    block_size: int = 0
+    num_kv_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,8 @@ class ReplicaSet:
                 replica.progress_age(now),
                 replica.load,
                 replica.costs,
+                replica.block_size,
+                replica.num_kv_blocks,
             )
             for replica in self._linked.values()
         ]

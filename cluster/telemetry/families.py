@@ -28,6 +28,8 @@ STEP_TOKENS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 
 COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6)
 CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 
+PREEMPTIONS = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
+
 SEQUENCES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 96.0, 128.0, 192.0, 256.0, 384.0, 512.0, 768.0, 1024.0)
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 STEP_SECONDS = (2.5e-5, 5e-5, 1e-4, 1.5e-4, 2e-4, 3e-4, 5e-4, 7.5e-4, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015,
@@ -119,7 +121,8 @@ def _gauge(name: str, source: Source, text: str, *labels: str, vllm: bool = Fals
 def _histogram(
     name: str, source: Source, text: str, buckets: Buckets, finer: Buckets = (), vllm: bool = False
 ) -> Family:
-    return Family(name, Kind.HISTOGRAM, source, text, (), (*finer, *buckets), len(finer), name if vllm else "")
+    labels = ("replica",) if source is Source.TOLD else ()
+    return Family(name, Kind.HISTOGRAM, source, text, labels, (*finer, *buckets), len(finer), name if vllm else "")
 
 
 _R, _T, _P, _K = Source.ROUTER, Source.TOLD, Source.REPLICA, Source.RANK
@@ -158,6 +161,14 @@ TABLE: tuple[Family, ...] = (
         "Requests that wait in the router: for their turn, or for a replica.",
         vllm="num_requests_waiting",  # in which all count that wait, since a vLLM has no queue but its engine's
     ),
+    Family(
+        "requests_queued_by_reason",
+        Kind.GAUGE,
+        _R,
+        "Requests that wait in the router, by reason: capacity (their turn), deferred (a replica).",
+        ("reason",),
+        vllm="num_requests_waiting_by_reason",
+    ),
     _counter("requests_accepted", _R, "Requests accepted."),
     _counter("requests_ended", _R, "Requests that ended: completed, aborted, or the error's code.", "outcome"),
     _counter("migrations", _R, "Requests moved to another replica."),
@@ -180,6 +191,13 @@ TABLE: tuple[Family, ...] = (
     # ---- admission and tenants
     _gauge("sequences_dispatched", _R, "Sequences given to the replicas."),
     _gauge("tokens_dispatched", _R, "Tokens of prompts and expected output given to the replicas."),
+    _counter(
+        "admission_rejections",
+        _R,
+        "Requests refused as too many wait (max_num_queued_reqs), or too long (longest_wait), by reason.",
+        "reason",
+        vllm=True,
+    ),
     _gauge("queued_tokens", _R, "Tokens of prompts and expected output that wait in the router."),
     _gauge("queue_age_seconds", _R, "Seconds that the oldest waiting request has waited."),
     _gauge("queue_drain_tokens_per_second", _R, "Rate at which the queue drains; 0 = not known."),
@@ -213,6 +231,23 @@ TABLE: tuple[Family, ...] = (
     # ---- replicas: the engine's state, reported to routers
     _gauge("num_requests_running", _T, "Sequences in the running batch.", "replica", vllm=True),
     _gauge("num_requests_waiting", _T, "Sequences that wait to run.", "replica", vllm=True),
+    _gauge(
+        "num_requests_waiting_by_reason",
+        _T,
+        "Sequences that wait to run, by reason: capacity (blocks, or a place in the batch).",
+        "replica",
+        "reason",
+        vllm=True,
+    ),
+    _gauge(
+        "cache_config_info",
+        _T,
+        "1: the size of a KV block in tokens, and how many there are.",
+        "replica",
+        "block_size",
+        "num_gpu_blocks",
+        vllm=True,
+    ),
     _gauge("kv_cache_usage_perc", _T, "Share of the KV blocks in use, 1 = all.", "replica", vllm=True),
     _gauge(
         "kv_blocks",
@@ -247,15 +282,16 @@ TABLE: tuple[Family, ...] = (
     ),
     # ---- replicas: phases of a choice that drew a token; queue + prefill + decode = its time in the replica
     _histogram(
-        "request_queue_time_seconds", _P, "From a choice's arrival to its start.", WHOLE, FINE_WHOLE, vllm=True
+        "request_queue_time_seconds", _T, "From a choice's arrival to its start.", WHOLE, FINE_WHOLE, vllm=True
     ),
     _histogram(
-        "request_prefill_time_seconds", _P, "From its start to its first token.", WHOLE, FINE_WHOLE, vllm=True
+        "request_prefill_time_seconds", _T, "From its start to its first token.", WHOLE, FINE_WHOLE, vllm=True
     ),
-    _histogram("request_decode_time_seconds", _P, "From its first token to its last.", WHOLE, FINE_WHOLE, vllm=True),
+    _histogram("request_decode_time_seconds", _T, "From its first token to its last.", WHOLE, FINE_WHOLE, vllm=True),
     _histogram(
-        "request_inference_time_seconds", _P, "From its start to its last token.", WHOLE, FINE_WHOLE, vllm=True
+        "request_inference_time_seconds", _T, "From its start to its last token.", WHOLE, FINE_WHOLE, vllm=True
     ),
+    _histogram("request_num_preemptions", _T, "How often such a choice was preempted.", PREEMPTIONS, vllm=True),
     _histogram(
         "request_grammar_time_seconds",
         _P,
@@ -264,7 +300,7 @@ TABLE: tuple[Family, ...] = (
         FINE_WHOLE,
     ),
     # ---- replicas: one observation for each step of the engine
-    _histogram("iteration_tokens_total", _P, "Tokens computed by a step.", STEP_TOKENS, vllm=True),
+    _histogram("iteration_tokens_total", _T, "Tokens computed by a step.", STEP_TOKENS, vllm=True),
     _histogram("step_batch_size", _P, "Running sequences during a step.", SEQUENCES),
     _histogram("step_budget_used_ratio", _P, "Share of the token budget that a step uses, 1 = all.", SHARES),
     _histogram("step_seconds", _P, "A whole step: host, channel and device.", STEP_SECONDS),

@@ -13,7 +13,17 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from cluster.telemetry.samples import Labels, TenantRegistry, VllmNames, family_of, live_counter, live_histogram
+from cluster.telemetry.families import FAMILIES
+from cluster.telemetry.samples import (
+    Histogram,
+    Labels,
+    TenantRegistry,
+    VllmNames,
+    family_of,
+    histograms_of,
+    live_counter,
+    live_histogram,
+)
 from cluster.wire.messages import ReplicaCosts, ResourceUsage
 from engine.report import EngineStats
 from engine.request import Request
@@ -46,6 +56,10 @@ def engine_metrics(model_name: str, engines: Mapping[str, EngineStats]) -> Itera
         for state, number in _blocks(stats).items()
     }
     yield family_of("kv_blocks", blocks)
+    waiting: dict[Labels, float] = {
+        (model_name, replica, "capacity"): stats.num_waiting for replica, stats in engines.items()
+    }
+    yield family_of("num_requests_waiting_by_reason", waiting)
 
 
 def _blocks(stats: EngineStats) -> Mapping[str, int]:
@@ -69,6 +83,23 @@ def account_metrics(model_name: str, accounts: Mapping[str, ReplicaCosts]) -> It
         for name, seconds in costs.grammars.items()
     }
     yield family_of("tenant_grammar_seconds", compiled)
+
+
+def told_histograms(model_name: str, accounts: Mapping[str, ReplicaCosts]) -> Iterable[Metric]:
+    """Yield the histograms that a model's replicas have told, by replica."""
+    names = dict.fromkeys(name for costs in accounts.values() for name in costs.histograms)
+    for name in names:
+        bounds = FAMILIES[name].buckets
+        told = {replica: costs.histograms[name] for replica, costs in accounts.items() if name in costs.histograms}
+        values: dict[Labels, Histogram] = {
+            (model_name, replica): Histogram(bounds, one.counts, one.total) for replica, one in told.items()
+        }
+        yield histograms_of(name, values)
+
+
+def cache_metric(model_name: str, caches: Mapping[str, tuple[int, int]]) -> Metric:
+    """Return the sizes of replicas' KV caches: tokens of a block and blocks, by replica."""
+    return family_of("cache_config_info", {(model_name, one, *map(str, size)): 1 for one, size in caches.items()})
 
 
 @dataclass(frozen=True, slots=True)

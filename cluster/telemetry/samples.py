@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
@@ -32,10 +32,12 @@ class Histogram:
 
     __slots__ = ("bounds", "counts", "total")
 
-    def __init__(self, bounds: Buckets = USED_SECONDS) -> None:
+    def __init__(
+        self, bounds: Buckets = USED_SECONDS, counts: Sequence[int] | None = None, total: float = 0.0
+    ) -> None:
         self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0  # sum of all values
+        self.counts = [0] * (len(bounds) + 1) if counts is None else list(counts)
+        self.total = total  # sum of all values
 
     def observe(self, value: float) -> None:
         """Count one value."""
@@ -63,10 +65,16 @@ def by_label(known: Iterable[str], values: Mapping[str, int]) -> dict[str, int]:
 
 def histogram_of(name: str, labels: Labels, histogram: Histogram) -> Metric:
     """Return a histogram of the table with one set of samples."""
+    return histograms_of(name, {labels: histogram})
+
+
+def histograms_of(name: str, values: Mapping[Labels, Histogram]) -> Metric:
+    """Return a histogram of the table with a set of samples for each of `values`."""
     family = FAMILIES[name]
     metric = HistogramMetricFamily(family.full_name, family.text, labels=family.labels)
-    bounds = [floatToGoString(bound) for bound in (*histogram.bounds, math.inf)]
-    metric.add_metric(labels, list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.total)
+    for labels, histogram in values.items():
+        bounds = [floatToGoString(bound) for bound in (*histogram.bounds, math.inf)]
+        metric.add_metric(labels, list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.total)
     return metric
 
 

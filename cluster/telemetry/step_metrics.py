@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import Metric
 
 from cluster.accounts.flight_recorder import FlightRecorder
-from cluster.telemetry.families import FAMILIES
+from cluster.telemetry.families import FAMILIES, Source
 from cluster.telemetry.logs import BestEffort
 from cluster.telemetry.samples import Histogram, by_label, family_of, histogram_of
-from cluster.wire.messages import TraceContext
+from cluster.wire.messages import Counted, TraceContext
 from engine.report import Finish, StepReport
 from engine.request import FinishReason, Request
 
@@ -26,10 +26,12 @@ _PHASES = (
     "request_decode_time_seconds",
     "request_inference_time_seconds",
 )
+_PREEMPTIONS = "request_num_preemptions"
 _GRAMMAR = "request_grammar_time_seconds"
 _SIZES = ("iteration_tokens_total", "step_batch_size", "step_budget_used_ratio")
 _TIMES = ("step_seconds", "step_host_seconds", "step_device_seconds", "step_channel_seconds")
-_HISTOGRAMS = (*_PHASES, _GRAMMAR, *_SIZES, *_TIMES)
+_HISTOGRAMS = (*_PHASES, _PREEMPTIONS, _GRAMMAR, *_SIZES, *_TIMES)
+_TOLD = tuple(name for name in _HISTOGRAMS if FAMILIES[name].source is Source.TOLD)
 _WINDOW = 0.2  # seconds of computing that make one measurement
 _HALF_LIFE = 600.0  # seconds of computing after which a peak counts half
 
@@ -37,11 +39,12 @@ _HALF_LIFE = 600.0  # seconds of computing after which a peak counts half
 class StepMetrics:
     """Fed with every `StepReport`, at one or two microseconds for each. Used on one event loop.
 
-    token_budget: tokens that a step may compute (`max_num_batched_tokens`).
+    token_budget: tokens that a step may compute (`max_num_batched_tokens`). replica: whose.
     """
 
-    def __init__(self, model_name: str, token_budget: int) -> None:
+    def __init__(self, model_name: str, token_budget: int, replica: str = "") -> None:
         self._model_name = model_name
+        self._replica = replica
         self._token_budget = token_budget
         self._ended: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
@@ -85,12 +88,18 @@ class StepMetrics:
             seconds = (phases.queue, phases.prefill, phases.decode, phases.inference)
             for histogram, value in zip(self._phases, seconds, strict=True):
                 histogram.observe(value)
+            self._histograms[_PREEMPTIONS].observe(finish.sequence.preemptions)
+
+    def told(self) -> dict[str, Counted]:
+        """Return the histograms that routers are told."""
+        kept = {name: self._histograms[name] for name in _TOLD}
+        return {name: Counted(list(one.counts), one.total) for name, one in kept.items()}
 
     def collect(self, unwanted: int) -> Iterable[Metric]:
         """Yield all families. unwanted: tokens dropped because their request had ended."""
         model = self._model_name
         for name, histogram in self._histograms.items():
-            yield histogram_of(name, (model,), histogram)
+            yield histogram_of(name, (model, self._replica) if name in _TOLD else (model,), histogram)
         yield histogram_of("rank_forward_seconds", (model,), self._device)
         ended, refused = by_label(FinishReason, self._ended), by_label((BROKEN,), self._refused)
         yield family_of("engine_choices_ended", {(model, str(reason)): n for reason, n in ended.items()})

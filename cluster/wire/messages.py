@@ -77,16 +77,25 @@ class ResourceUsage(Packed, frozen=True):
     block_seconds: Seconds = 0.0
 
 
+class Counted(Packed, frozen=True):
+    """A histogram since a replica started. counts: of each bucket, the last of all above. total: of all values."""
+
+    counts: list[Count]
+    total: Seconds
+
+
 class ReplicaCosts(Packed, frozen=True):
     """All usage of a replica since it started: `total` = `idle` + all `tenants`, but for rounding to floats.
 
-    grammars: seconds that were spent on compiling each tenant's, beside the device.
+    grammars: seconds that were spent on compiling each tenant's, beside the device. histograms: by the names of their
+    families (`cluster.telemetry.families`).
     """
 
     total: ResourceUsage
     idle: ResourceUsage
     tenants: dict[Name, ResourceUsage]
     grammars: dict[Name, Seconds] = field(default_factory=dict)
+    histograms: dict[Name, Counted] = field(default_factory=dict)
 
 
 class FinishRow(Packed, frozen=True):
@@ -150,7 +159,7 @@ class BlockUpdate(Packed, frozen=True):
     cleared: bool = False
 
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 
 class DamagedMessageError(SquadronError):

@@ -12,6 +12,7 @@ from cluster.accounts.costs import MAX_TENANTS, NANOS, OTHERS, EngineCosts, Engi
 from cluster.accounts.flight_recorder import WaitEvent
 from cluster.wire.messages import (
     MAX_TEXT,
+    Counted,
     Load,
     PooledRow,
     PromptRow,
@@ -28,6 +29,7 @@ from engine.sampling_params import SamplingParams
 
 HASH_KEY_BYTES = 8
 NOTHING: Mapping[str, float] = MappingProxyType({})
+UNCOUNTED: Mapping[str, Counted] = MappingProxyType({})
 
 _PARAMS_ENCODER = msgspec.msgpack.Encoder()
 _PARAMS_DECODER = msgspec.msgpack.Decoder(SamplingParams)
@@ -155,14 +157,16 @@ def usage_of(used: EngineUsage) -> ResourceUsage:
     return ResourceUsage(used.device_ns / NANOS, used.block_ns / NANOS)
 
 
-def costs_of(costs: EngineCosts, grammars: Mapping[str, float] = NOTHING) -> ReplicaCosts:
-    """Return an engine's accounts as they travel. grammars: seconds of compiling, by tenant."""
+def costs_of(
+    costs: EngineCosts, grammars: Mapping[str, float] = NOTHING, histograms: Mapping[str, Counted] = UNCOUNTED
+) -> ReplicaCosts:
+    """Return an engine's accounts as they travel. grammars: seconds of compiling by tenant. histograms: by family."""
     tenants = {name: usage_of(used) for name, used in costs.tenants.items()}
     compiled: dict[str, float] = {}
     for tenant, seconds in grammars.items():
         name = tenant if tenant in tenants or len(compiled) < MAX_TENANTS else OTHERS
         compiled[name] = compiled.get(name, 0.0) + seconds
-    return ReplicaCosts(usage_of(costs.total), usage_of(costs.idle), tenants, compiled)
+    return ReplicaCosts(usage_of(costs.total), usage_of(costs.idle), tenants, compiled, dict(histograms))
 
 
 def stats_of(load: Load) -> EngineStats:

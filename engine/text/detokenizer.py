@@ -27,14 +27,24 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class TextStream:
     """Text of one choice. Everything it knows follows from the tokens pushed: push a token log to rebuild it.
 
-    stopped: a stop string was completed; the choice needs no more tokens.
+    stopped: a stop string was completed; the choice needs no more tokens. stop_string: which one, "" without.
     num_tokens: tokens used, up to and including the one that completed the stop string.
     num_chars: characters decoded from them, held back or not, with the stop string.
 
     `min_tokens`: stop strings count only in text that later tokens bring, as the engine does for stop tokens.
     """
 
-    __slots__ = ("_decoder", "_held", "_include_stop", "_min_tokens", "_stops", "num_chars", "num_tokens", "stopped")
+    __slots__ = (
+        "_decoder",
+        "_held",
+        "_include_stop",
+        "_min_tokens",
+        "_stops",
+        "num_chars",
+        "num_tokens",
+        "stop_string",
+        "stopped",
+    )
 
     def __init__(
         self, decoder: TextDecoder, stops: StopStrings | None = None, include_stop: bool = False, min_tokens: int = 0
@@ -45,6 +55,7 @@ class TextStream:
         self._min_tokens = min_tokens
         self._held = ""
         self.stopped = False
+        self.stop_string = ""
         self.num_tokens = 0
         self.num_chars = 0
 
@@ -98,6 +109,7 @@ class TextStream:
         end, length = self._stops.find(known, len(self._held))
         if length:
             self.stopped = True
+            self.stop_string = known[end - length : end]
             self._held = ""
             return known[: end if self._include_stop else end - length]
         cut = len(known) - self._stops.num_held(known)

@@ -26,6 +26,7 @@ class Client:
 CLIENTS = (
     Client("openai", "use_openai.py", ("openai==3.54.0",)),
     Client("openai-js", "use_openai.mjs", ("openai@7.57.0", "zod@4.6.7")),
+    Client("anthropic", "use_anthropic.py", ("anthropic==2.14.0",)),
     Client("langchain", "use_langchain.py", ("langchain==1.4.7", "langchain-openai==1.7.3")),
     Client("llama-index", "use_llama_index.py", ("llama-index-llms-openai-like==0.8.1",)),
     Client("litellm", "use_litellm.py", ("litellm[mcp]==1.106.2",)),

@@ -34,7 +34,7 @@ def ran(tmp_path, text, **limits):
 def test_every_script_is_listed_once():
     files = {path.name for path in SCRIPTS.glob("use_*")}
     assert sorted(client.script for client in CLIENTS) == sorted(files)
-    assert len({client.name for client in CLIENTS}) == len(CLIENTS) == 10
+    assert len({client.name for client in CLIENTS}) == len(CLIENTS) == 11
 
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)

@@ -7,6 +7,12 @@ from dataclasses import dataclass, field
 
 from msgspec import json
 
+from cluster.anthropic.message_fields import (
+    REFUSED_COUNT,
+    REFUSED_MESSAGES,
+    CountTokensFields,
+    MessagesRequest,
+)
 from cluster.http.batch_routes import (
     BatchFields,
     BatchListFields,
@@ -27,6 +33,7 @@ from cluster.openai.response_fields import (
     ResponseQuery,
     ResponseRequest,
 )
+from cluster.openai.scoring import REFUSED_RERANK, REFUSED_SCORE, RerankFields, ScoreFields
 
 _SHARED = {
     "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "model", "n", "presence_penalty", "seed",
@@ -58,6 +65,20 @@ OPENAI_RESPONSE = frozenset(
         "user",
     }
 )  # fmt: skip
+# The fields of Anthropic's own request objects, as of version 2.14 of its Python client, and of its beta.
+ANTHROPIC_COUNT = frozenset(
+    {
+        "cache_control", "context_management", "mcp_servers", "messages", "model", "output_config", "output_format",
+        "speed", "system", "thinking", "tool_choice", "tools",
+    }
+)  # fmt: skip
+ANTHROPIC_MESSAGES = frozenset(
+    ANTHROPIC_COUNT
+    | {
+        "container", "diagnostics", "inference_geo", "max_tokens", "metadata", "service_tier", "stop_sequences",
+        "stream", "temperature", "top_k", "top_p",
+    }
+)  # fmt: skip
 _HEAD = """\
 # The HTTP API
 
@@ -81,6 +102,20 @@ _HEAD = """\
 - Errors are `{"error": {message, type, param, code, retryable, request_id}}`. Every answer has `x-request-id`: what
   the client sent, or else the id in the body. 429 and 503 have `Retry-After`. Logs name a request by its id
   (`id` of an answer, `request_id` of an error) and the client's own `x-request-id`.
+- On `/v1/messages` errors are in Anthropic's form, `{"type": "error", "error": {type, message, code, param, ...},
+  "request_id"}`, and `request-id` has the id, too; a stream ends with an event `error`. A prompt beyond
+  the context is `prompt is too long: N tokens > M maximum`. Thoughts are blocks of type `thinking` where the server
+  has a `--reasoning-parser`. `max_tokens` may be more than the context holds: the message then ends with
+  `model_context_window_exceeded`. Hints there are `cache_control`, `is_error`, `thinking.budget_tokens`, what
+  Anthropic adds to tools and blocks, and `redacted_thinking`; a template that takes no system messages behind others
+  gets them at the beginning. `anthropic-version` is any date since 2023-06-01; who sends it gets `/v1/models` in that
+  form. Anthropic's own tools (`web_search` and others), images and documents are refused.
+- `/v1/score` and `/v1/rerank` compare embeddings by their cosine, with any model. A reranker that was trained to read
+  query and document together needs its own prompt: ask it by a completion.
+- `POST /invocations` is SageMaker's: a body with `messages` is a chat, with `prompt` a completion, with `input` an
+  embedding; `GET /ping` needs no key. `GET /tokenizer_info` is what lm-eval's remote tokenizer asks for (`?model=`
+  where there are several), `GET /load` the requests that run or wait in this router. `/docs` shows `/openapi.json`.
+- A key is sent as `Authorization: Bearer KEY`, or as `x-api-key: KEY`.
 - `x-request-timeout-seconds` on a POST limits the time of its answer, which then ends with `deadline_exceeded`
   (504, or an error in the stream).
 - `x-session-id`, 1 to 256 printable ASCII characters without spaces, names the conversation of a request, for
@@ -101,12 +136,13 @@ _KINDS = {str: "any text", int: "any number", float: "any number", dict: "any ob
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One route's fields. openai: names of OpenAI's own, () = the route is none of OpenAI's."""
+    """One route's fields. openai: names of the API's own, () = the route is none of its; whose: that API is."""
 
     title: str
     schema: type[Fields]
     refused: Mapping[str, Refusal] = field(default_factory=dict)
     openai: frozenset[str] = frozenset()
+    whose: str = "OpenAI"
 
 
 TABLES: Sequence[Table] = (
@@ -115,7 +151,11 @@ TABLES: Sequence[Table] = (
     Table("POST /v1/responses", ResponseRequest, REFUSED_RESPONSE, OPENAI_RESPONSE),
     Table("GET /v1/responses/ID", ResponseQuery, REFUSED_QUERY, OPENAI_RESPONSE_QUERY),
     Table("GET /v1/responses/ID/input_items", ItemsQuery, REFUSED_ITEMS_QUERY, OPENAI_ITEMS_QUERY),
+    Table("POST /v1/messages", MessagesRequest, REFUSED_MESSAGES, ANTHROPIC_MESSAGES, "Anthropic"),
+    Table("POST /v1/messages/count_tokens", CountTokensFields, REFUSED_COUNT, ANTHROPIC_COUNT, "Anthropic"),
     Table("POST /v1/embeddings", EmbeddingFields, REFUSED_EMBEDDING, OPENAI_EMBEDDING),
+    Table("POST /v1/score", ScoreFields, REFUSED_SCORE),
+    Table("POST /v1/rerank", RerankFields, REFUSED_RERANK),
     Table("POST /v1/files", FileFields, openai=OPENAI_FILE),
     Table("GET /v1/files", FileListFields, openai=OPENAI_FILE_LIST),
     Table("POST /v1/batches", BatchFields, openai=OPENAI_BATCH),
@@ -135,7 +175,7 @@ def _section(table: Table) -> str:
     names = sorted({*_honoured(table), *table.refused})
     ours = [name for name in names if name not in table.openai]
     theirs = [name for name in names if name in table.openai]
-    parts = [("", ours)] if not theirs else [("OpenAI's fields", theirs), ("Beyond OpenAI", ours)]
+    parts = [("", ours)] if not theirs else [(f"{table.whose}'s fields", theirs), (f"Beyond {table.whose}", ours)]
     text = f"\n## {table.title}\n"
     for title, group in parts:
         if not group:

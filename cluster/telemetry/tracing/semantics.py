@@ -81,6 +81,7 @@ HTTP_OPERATIONS: Mapping[str, str] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": TEXT_COMPLETION,
     "/v1/responses": CHAT,
+    "/v1/messages": CHAT,
     "/v1/embeddings": EMBEDDINGS,
 }
 RPC_OPERATIONS: Mapping[str, str] = {"Chat": CHAT, "Generate": TEXT_COMPLETION, "Embed": EMBEDDINGS}

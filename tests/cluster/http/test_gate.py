@@ -59,7 +59,7 @@ async def ask(client, key, **changes):
     return await client.post("/v1/completions", json=BODY | changes, headers=bearer(key))
 
 
-@pytest.mark.parametrize("headers", [{}, bearer("sk-wrong"), bearer("sk-old"), {"x-api-key": "sk-free"}])
+@pytest.mark.parametrize("headers", [{}, bearer("sk-wrong"), bearer("sk-old"), {"x-api-key": "sk-wrong"}])
 async def test_every_route_but_health_refuses_who_has_no_key(model, headers):
     source = saying(model, "ok")
     app = app_for(source, model, tenancy=tenancy_for())

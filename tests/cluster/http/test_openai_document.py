@@ -98,6 +98,8 @@ PLAIN = {
     "/v1/chat/completions": {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]},
     "/v1/completions": {"model": MODEL, "prompt": "hi"},
     "/v1/responses": {"model": MODEL, "input": "hi"},
+    "/v1/messages": {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9},
+    "/v1/messages/count_tokens": {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]},
     "/v1/embeddings": {"model": MODEL, "input": "hi"},
     "/tokenize": {"model": MODEL, "prompt": "hi", "messages": None},
 }

@@ -19,6 +19,7 @@ __all__ = ["model"]  # a fixture
 THOUGHT = "<think>\nSo it is, or not.\n</think>\n\nYes: "
 TALK = {"model": MODEL, "messages": CHAT, "stream": True, "max_tokens": 300, "seed": 4}
 TEXT = {"model": MODEL, "prompt": ["one", "two three"], "stream": True, "max_tokens": 300, "seed": 4}
+MESSAGE = {"model": MODEL, "messages": CHAT[-1:], "stream": True, "max_tokens": 300, "seed": 4}
 REPLY = {"model": MODEL, "input": "weather?", "stream": True}
 ASKED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "thoughts and two calls": (
@@ -40,6 +41,11 @@ ASKED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "/v1/responses", THOUGHT + "Köln 🚀 it is",
         REPLY | {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
     ),
+    "message with thoughts and two calls": (
+        "/v1/messages", THOUGHT + CALL + "\n" + CALL,
+        MESSAGE | {"tools": [{"name": TOOLS[0]["function"]["name"], "input_schema": {"type": "object"}}]},
+    ),
+    "message with a stop sequence": ("/v1/messages", "Köln 🚀 and on", MESSAGE | {"stop_sequences": ["nd"]}),
 }  # fmt: skip
 
 

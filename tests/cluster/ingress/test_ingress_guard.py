@@ -49,7 +49,7 @@ def proxy(*messages: dict | Exception) -> Callable[..., Awaitable[None]]:
     return app
 
 
-async def ask(app, headers=()) -> list[dict]:
+async def ask(app, headers=(), path="/v1/completions") -> list[dict]:
     """What one request to `app` sends to its client."""
     sent: list[dict] = []
 
@@ -59,7 +59,7 @@ async def ask(app, headers=()) -> list[dict]:
     async def receive() -> dict:
         return {"type": "http.disconnect"}
 
-    scope = {"type": "http", "path": "/v1/completions", "headers": list(headers)}
+    scope = {"type": "http", "path": path, "headers": list(headers)}
     await RouterLossGuard(app)(scope, receive, send)
     return sent
 
@@ -132,6 +132,19 @@ async def test_numbered_events_are_ended_by_a_numbered_error() -> None:
     assert kind == b"event: error"
     event = json.loads(data.removeprefix(b"data: "))
     assert (event["type"], event["sequence_number"], event["code"]) == ("error", 9, "router_lost")
+
+
+async def test_messages_are_ended_by_an_error_in_anthropics_form() -> None:
+    frames = b'event: ping\ndata: {"type":"ping"}\n\n'
+    last = (await ask(proxy(start(), part(frames), part(b"")), path="/v1/messages"))[-1]["body"]
+    kind, data, *_ = last.split(b"\n")
+    assert kind == b"event: error"
+    event = json.loads(data.removeprefix(b"data: "))
+    assert (event["type"], event["error"]["type"], event["error"]["code"]) == (
+        "error", "overloaded_error", "router_lost",
+    )  # fmt: skip
+    _, body = await ask(proxy(), path="/v1/messages/count_tokens")
+    assert json.loads(body["body"])["error"]["type"] == "overloaded_error"
 
 
 async def test_whole_answers_pass_as_they_are() -> None:

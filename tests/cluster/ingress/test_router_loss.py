@@ -41,6 +41,7 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
         CHAT | {"seed": 2, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     ),
     "response": ("/v1/responses", RESPONSE | {"temperature": 0, "include": ["message.output_text.logprobs"]}),
+    "message": ("/v1/messages", CHAT | {"temperature": 0}),
     "whole": ("/v1/completions", COMPLETION | {"stream": False, "seed": 4, "n": 2}),
     "whole scored": (
         "/v1/completions",
@@ -60,7 +61,7 @@ async def said(lab: RouterLab, path: str, asked: dict[str, Any]) -> Any:
     blocks = response.text.split("\n\n")
     assert blocks.pop() == "", "the last event is cut"
     frames = [block.rpartition("\ndata: ")[2].removeprefix("data: ") for block in blocks if not block.startswith(":")]
-    if path != "/v1/responses":
+    if path not in ("/v1/responses", "/v1/messages"):
         assert frames.pop() == "[DONE]"
     found = [json.loads(frame) for frame in frames]
     assert not any("error" in one for one in found), found[-1]
@@ -69,6 +70,9 @@ async def said(lab: RouterLab, path: str, asked: dict[str, Any]) -> Any:
         assert len({one["item_id"] for one in found if "item_id" in one}) == 1
         kinds = [one["type"] for one in found if not one["type"].endswith(".delta")]
         return kinds, "".join(one["delta"] for one in found if "delta" in one), _plain(found[-1]["response"])
+    if path == "/v1/messages":
+        kinds = [one["type"] for one in found if not one["type"].endswith("block_delta")]
+        return kinds, "".join(one["delta"].get("text", "") for one in found if "delta" in one), found[-2]
     assert len({(one["id"], one["created"]) for one in found}) == 1
     return _joined(found)
 

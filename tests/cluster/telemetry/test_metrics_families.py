@@ -11,11 +11,14 @@ from cluster.admission.tenants import Tenancy
 from cluster.config import parse_config
 from cluster.grpc_api.metrics import GrpcMetrics
 from cluster.router.counters import DispatcherCounters
-from cluster.router.metrics import RequestCollector, TenantCollector
+from cluster.router.metrics import CostCollector, RequestCollector, TenantCollector
 from cluster.router.models import Models
+from cluster.router.replica_set import ReplicaView
 from cluster.telemetry.families import FAMILIES, PREFIX, TABLE, Family, Kind, Source
 from cluster.telemetry.metrics import Metrics, ReplicaSetStats, ReplicaStats
 from cluster.telemetry.samples import Histogram, histogram_of, vllm_samples
+from cluster.telemetry.step_metrics import StepMetrics
+from cluster.wire.messages import Load, ReplicaCosts, ResourceUsage
 from engine.errors import ConfigError
 from engine.report import EngineStats
 from tests.cluster.telemetry.test_metrics import asked
@@ -41,6 +44,7 @@ VLLM_BUCKETS = {
     "request_prompt_tokens": VLLM_COUNTS,
     "request_generation_tokens": VLLM_COUNTS,
     "request_params_max_tokens": VLLM_COUNTS,
+    "request_num_preemptions": (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0),
     "request_params_n": (1.0, 2.0, 5.0, 10.0, 20.0),
     "iteration_tokens_total": (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0,
                                16384.0),
@@ -90,6 +94,10 @@ def shown(vllm: bool = False) -> list:
     front = front_for(None, model=FakeModel(), metrics=metrics, figures=lambda: figures)
     metrics.register(TenantCollector(Tenancy(), Models([front]), metrics))
     metrics.register(RequestCollector("demo", DispatcherCounters(), lambda: 9, lambda: 8))
+    told = StepMetrics("demo", 16, "r1").told()
+    costs = ReplicaCosts(ResourceUsage(), ResourceUsage(), {"team": ResourceUsage()}, {"team": 0.0}, told)
+    view = ReplicaView("r1", 1, False, True, 0, 0.1, Load(), costs, block_size=16, num_kv_blocks=4)
+    metrics.register(CostCollector("demo", lambda: [view], DispatcherCounters()))
     GrpcMetrics(metrics).answered("Generate", "OK")
     metrics.answered("/v1/models", 200)
     track = front.metrics.track([asked(5)])
@@ -135,6 +143,35 @@ def test_with_it_vllms_names_have_the_same_types_labels_and_values() -> None:
         assert bounds in (set(), {*VLLM_BUCKETS.get(name.removeprefix("vllm:"), ()), float("inf")})
         for sample in alias.samples:
             assert values[sample.name.removeprefix(name), *sorted(sample.labels.items())] == sample.value
+
+
+# What vLLM's own test of its `/metrics` looks for, without suffixes of histograms.
+VLLMS_OWN = {
+    "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc",
+    "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens",
+    "iteration_tokens_total", "cache_config_info", "request_success", "request_prompt_tokens",
+    "request_generation_tokens", "request_params_n", "request_params_max_tokens", "request_num_preemptions",
+    "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds",
+    "request_queue_time_seconds", "request_inference_time_seconds", "request_prefill_time_seconds",
+    "request_decode_time_seconds", "admission_rejections",
+}  # fmt: skip
+
+
+def test_a_router_shows_what_vllms_own_test_looks_for() -> None:
+    assert {f"vllm:{name}" for name in VLLMS_OWN} <= {family.name for family in shown(vllm=True)}
+
+
+def test_reasons_of_waiting_add_up_to_all_that_wait() -> None:
+    found = {family.name: family for family in shown(vllm=True)}
+    waiting, by_reason = found["vllm:num_requests_waiting"], found["vllm:num_requests_waiting_by_reason"]
+    assert sum(sample.value for sample in by_reason.samples) == sum(sample.value for sample in waiting.samples) == 11
+
+
+def test_the_size_of_the_cache_is_told() -> None:
+    found = {family.name: family for family in shown(vllm=True)}["vllm:cache_config_info"]
+    (sample,) = found.samples
+    labels = {"model_name": "demo", "replica": "r1", "block_size": "16", "num_gpu_blocks": "4"}
+    assert (sample.labels, sample.value) == (labels, 1)
 
 
 def test_a_scaler_that_knows_vllm_is_told_of_all_that_wait() -> None:

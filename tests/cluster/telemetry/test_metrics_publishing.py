@@ -89,7 +89,7 @@ def test_a_histogram_is_told_exactly(ray: FakeRay) -> None:
     publisher = replica()
     for value in (0.1, 0.3, 0.4, 7.0):
         histogram.observe(value)
-        publisher.publish([histogram_of("request_queue_time_seconds", ("demo",), histogram)])
+        publisher.publish([histogram_of("request_queue_time_seconds", ("demo", "r1"), histogram)])
     own = ("model_name=demo", "replica=r1")
     buckets = {key[0]: value for key, value in ray.series["squadron_request_queue_time_seconds_bucket"].items()}
     assert buckets == {"le=0.3": 2, "le=1.0": 3, "le=+Inf": 4}

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API as the chat that it is: fields, messages, answers. It knows no HTTP."""
