@@ -56,7 +56,8 @@ class ServiceValues(Part):
     loadBalancerClass: str = Field(default="", description="Class of the load balancer, for type LoadBalancer.")
     loadBalancerSourceRanges: list[str] = Field(
         default=[],
-        description="Addresses that may use the load balancer, such as 203.0.113.0/24; the NetworkPolicy lets them in.",
+        description="Addresses that may use the load balancer, such as 203.0.113.0/24; the NetworkPolicy lets them "
+        "in.",
     )
     externalTrafficPolicy: Literal["Local", "Cluster"] = Field(
         default="Local",
@@ -162,9 +163,7 @@ class WorkerGroup(Part):
     env: list[EnvVar] = Field(default=[], description="More environment variables for the Ray containers.")
     volumes: list[Anything] = Field(default=[], description="More volumes of the pods.")
     volumeMounts: list[Anything] = Field(default=[], description="Their mounts in the Ray containers.")
-    initContainers: list[Anything] = Field(
-        default=[], description="Containers that run before models are fetched."
-    )
+    initContainers: list[Anything] = Field(default=[], description="Containers that run before models are fetched.")
     sidecars: list[Anything] = Field(default=[], description="Containers beside Ray's.")
 
 

@@ -153,7 +153,7 @@
 {{- else if eq $group.name $apart -}}
 {{- $groups = append $groups (include "squadron.routerGroup" (dict "root" $root "group" $group "number" $number) | fromJson) -}}
 {{- else -}}
-{{- fail (printf "workerGroups[%d].name: no model runs in %q; name it in models[].workerGroup, or leave the group out" $number $group.name) -}}
+{{- fail (printf "workerGroups[%d].name: no model runs in %q; name it in models[].workerGroup or routers.workerGroup, or leave the group out" $number $group.name) -}}
 {{- end -}}
 {{- end -}}
 {{- dict "groups" $groups | toJson -}}
@@ -223,7 +223,7 @@
 {{- $tokenizers := list -}}
 {{- range .models -}}
 {{- $names = append $names .model.model -}}
-{{- with .model.tokenizer }}{{ $tokenizers = append $tokenizers (printf "--tokenizer=%s" .) }}{{ end -}}
+{{- with .model.tokenizer }}{{ $tokenizers = append $tokenizers . }}{{ end -}}
 {{- end -}}
 {{- $serving := min (ceil (divf $leastRanks (mul $ranks $hosts))) (mul $least $hosts) -}}
 {{- $sized := dict "models" (uniq $names) "tokenizers" (uniq $tokenizers) "ranks" $ranks "hosts" $hosts "serving" $serving "replicas" $start "minReplicas" $least "maxReplicas" $most "cpu" $cpu "numCpus" $numCpus "rankCpus" (mulf $ranks $cpus) -}}
