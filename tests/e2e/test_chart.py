@@ -72,6 +72,16 @@ def test_other_numbers_start_and_stop_copies_and_restart_none(
     eventually(lambda: len(app.ready()["replicas"]) == 2 and len(routers()) == 1, "two replicas, one router", 90)
 
 
+def test_the_pods_probes_find_it_well(app: App, head: RayHead) -> None:
+    ports = {"raylet": head.agent, "gcs": head.dashboard, "app": app.port}
+    for name, probe in PROBES.items():
+        assert trouble(Probe(ports[name], probe.path, probe.says), seconds=10) is None
+
+
+def test_a_probe_of_a_port_without_an_app_fails(head: RayHead) -> None:
+    assert trouble(Probe(free_port(), PROBES["app"].path)) is not None
+
+
 @pytest.mark.timeout(300)
 def test_other_bounds_of_autoscaling_restart_no_replica(head: RayHead) -> None:
     """With those of the chart a policy runs in Serve's controller that was named in the config."""
@@ -82,13 +92,3 @@ def test_other_bounds_of_autoscaling_restart_no_replica(head: RayHead) -> None:
         head.apply(rendered_config(f"{scaled},models[0].max_replicas=4,{more}"), app.port)
         eventually(lambda: len(app.ready()["replicas"]) == 3, "a third replica", 90)
         assert before < pids(app)
-
-
-def test_the_pods_probes_find_it_well(app: App, head: RayHead) -> None:
-    ports = {"raylet": head.agent, "gcs": head.dashboard, "app": app.port}
-    for name, probe in PROBES.items():
-        assert trouble(Probe(ports[name], probe.path, probe.says), seconds=10) is None
-
-
-def test_a_probe_of_a_port_without_an_app_fails(head: RayHead) -> None:
-    assert trouble(Probe(free_port(), PROBES["app"].path)) is not None
