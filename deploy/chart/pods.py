@@ -207,7 +207,7 @@ class ModelCache(Part):
     accessModes: list[Literal["ReadWriteMany", "ReadWriteOnce"]] = Field(
         default=[],
         description="Access modes, for type pvc; empty = ReadWriteMany if pods share the claim (several workers, or "
-        "two clusters during an update), else ReadWriteOnce.",
+        "two clusters during an update), else ReadWriteOnce. Kubernetes changes them no more.",
     )
     keep: bool = Field(default=True, description="Keep the claim after `helm uninstall`.")
 

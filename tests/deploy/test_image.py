@@ -132,7 +132,7 @@ def test_without_a_backend_the_index_that_is_set_has_the_word(tmp_path):
 
 
 def test_the_image_for_gpus_compiles_nothing_and_finds_infiniband():
-    """Kernels are Triton's, compiled for the GPU at hand: so there is no list of architectures that a new GPU is not in."""
+    """Kernels are Triton's, compiled for the GPU at hand: there is no list of GPUs that a new one is not in."""
     text = RECIPE.read_text()
     assert "flash" not in text.lower()
     assert "ARCHS" not in text
