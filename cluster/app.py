@@ -24,7 +24,7 @@ from cluster.deployments.router import Router, RouterBehindGateway
 from cluster.lifecycle.leases import LeaseRequestRouter
 from cluster.lifecycle.rollback import BuiltOf
 from cluster.lifecycle.serve_autoscaling import autoscaling_config
-from cluster.lifecycle.updates import fits, surge_percent
+from cluster.lifecycle.updates import ONE_MORE, fits
 from cluster.model_names import resolve_model
 from cluster.resources import BATCHES_CPUS, GATEWAY_CPUS, ROUTER_CPUS, AppResources, app_resources, deployment_names
 from cluster.telemetry.logs import JSON
@@ -79,17 +79,17 @@ def build_version(args: Mapping[str, Any], versions: Mapping[str, str]) -> Appli
     replicas = []
     for config, name, own, placed in zip(app.models, names, settings, placement.models, strict=True):
         title = config.model_id if app.listed else ""
-        deployment = _versioned(_replica(config, name, placed.bundles, surge(config.most_replicas)), versions)
+        deployment = _versioned(_replica(config, name, placed.bundles, surge), versions)
         replicas.append(deployment.bind({**own, **NO_KEYS}, title))
     shared = app.shared
-    router = _versioned(_router(shared, surge(shared.routers)), versions)
+    router = _versioned(_router(shared, surge), versions)
     batches = None
     if app.shared.batch_dir is not None:
         batches = _versioned(_batches(app.shared), versions).bind(settings, replicas)
     beside = [replicas, BuiltOf(app.settings(), versions), batches]
     if not shared.gateways:
         return router.bind(settings, *beside)
-    gateway = _versioned(_gateway(shared, surge(shared.routers)), versions)
+    gateway = _versioned(_gateway(shared, surge), versions)
     if shared.ingress == SERVE:
         return router.bind(settings, *beside, gateway.bind(settings[0], ROUTER))
     return gateway.bind(settings[0], router.bind(settings, *beside))
@@ -127,16 +127,15 @@ def _versioned(deployment: serve.Deployment, versions: Mapping[str, str]) -> ser
         return deployment
 
 
-def _surge(config: ClusterConfig, placement: AppResources) -> Callable[[int], int]:
-    """Return what says Serve's `max_surge_percent` for a number of copies.
+def _surge(config: ClusterConfig, placement: AppResources) -> int:
+    """Return Serve's `max_surge_percent`.
 
     Without room for one more, an update that waits for it would never end.
     """
-    chosen = config.max_surge_percent
-    if chosen is not None:
-        return lambda _: chosen
+    if config.max_surge_percent is not None:
+        return config.max_surge_percent
     free = ray.available_resources() if ray.is_initialized() else {}
-    return surge_percent if fits(placement.one_more, free) else lambda _: 0
+    return ONE_MORE if fits(placement.one_more, free) else 0
 
 
 def _replica(config: ClusterConfig, name: str, bundles: Sequence[dict[str, float]], surge: int) -> serve.Deployment:

@@ -141,6 +141,7 @@ class RouterHost:
         context = serve.get_replica_context()
         names = tuple([one.deployment_name for one in replicas])
         self._others = OtherRouters(context.app_name, context.deployment, names)
+        self._sharers = self._config.routers  # a config file may have Serve run others than the app was built with
         deployed = DeployedApp(context.app_name, context.deployment, context.replica_id.unique_id, built_of)
         memory = AppMemory(context.app_name)
         self._rollback = Rollback(deployed, memory)
@@ -254,7 +255,9 @@ class RouterHost:
         return sum(one.front.ready() for one in self._live), len(self._live)
 
     def _sharing(self) -> int:
-        return self._others.sharing(self._watch.picture, self._config.routers)
+        """How many routers share the replicas; as many as were last seen where that is not known now."""
+        self._sharers = self._others.sharing(self._watch.picture, self._sharers)
+        return self._sharers
 
     def _ready(self) -> dict[str, Any]:
         who = {"router": self._router_id, "guarded": self._ingress.guarded}

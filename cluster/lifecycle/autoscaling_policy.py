@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.admission.capacity import QueueState
@@ -73,6 +73,10 @@ class Scaler:
         self._settings = settings
         self._samples: deque[tuple[float, int, int]] = deque()  # (when, wanted, enough)
         self._target: int | None = None
+
+    def stay_within(self, min_replicas: int, max_replicas: int) -> None:
+        """Go by other bounds from now on. Raises `ConfigError` where they contradict each other."""
+        self._settings = replace(self._settings, min_replicas=min_replicas, max_replicas=max_replicas)
 
     def decide(
         self, now: float, target: int, replicas: Sequence[ReplicaLoad], queue: QueueLoad, missing: int = 0

@@ -12,6 +12,9 @@ from engine.errors import SquadronError
 READY_POLL_SECONDS = 0.25
 ASK_SECONDS = 1.0  # between questions to Serve's controller, which all routers of an app ask
 PATIENCE = 10.0  # seconds that finding replicas of this version may take, where they are there
+# Serve's `max_surge_percent` that allows one copy more for each hundred that there are: Serve rounds up. It holds
+# however many copies Serve runs, which may be others than the app was built with.
+ONE_MORE = 1
 Resources = Mapping[str, float]
 
 
@@ -68,14 +71,6 @@ class StartupWait:
                         raise
                 ask_at = loop.time() + ASK_SECONDS
             await asyncio.sleep(READY_POLL_SECONDS)
-
-
-def surge_percent(copies: int) -> int:
-    """Return Serve's `max_surge_percent` that allows one copy more than `copies` (Serve rounds up).
-
-    Above a hundred copies it allows one more for each hundred.
-    """
-    return max(1, 100 // copies)
 
 
 def fits(needed: Resources, free: Resources) -> bool:

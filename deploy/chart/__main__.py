@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.chart.files import dashboard_files, group_text, rules_file, values_text, with_table
+from deploy.chart.files import app_text, dashboard_files, group_text, rules_file, values_text, with_table
 from deploy.chart.schema import values_schema
 from deploy.observability.alerts import EVERYTHING, RELEASE, TTFT_MARK, TTFT_SECONDS
 
@@ -29,6 +29,7 @@ def chart_files(folder: Path) -> dict[Path, str]:
         folder / "values.schema.json": json.dumps(values_schema(), indent=2) + "\n",
         folder / "values.yaml": values_text(),
         folder / "defaults" / "worker-group.yaml": group_text(),
+        folder / "defaults" / "app.yaml": app_text(),
         readme: with_table(readme.read_text(encoding="utf-8")),
         **dashboard_files(folder),
         **rules_file(folder / "alerts", TTFT_MARK, RELEASE),

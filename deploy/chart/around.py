@@ -60,7 +60,9 @@ class FaultTolerance(Part):
 class Autoscaling(Part):
     """Pods that come and go with the replicas of models (`max_replicas`)."""
 
-    enabled: bool = Field(default=False, description="Let Ray's autoscaler add and remove pods.")
+    enabled: bool = Field(
+        default=False, description="Let Ray's autoscaler add and remove pods; max_replicas of models needs it."
+    )
     idleTimeoutSeconds: NotNegative = Field(default=300, description="Seconds after which an idle pod is removed.")
     upscalingMode: Literal["Default", "Aggressive", "Conservative"] = Field(
         default="Default", description="How fast pods are added."
@@ -70,7 +72,7 @@ class Autoscaling(Part):
 
 
 class Upgrade(Part):
-    """What follows a change of the cluster; changes of models and app alone are made by Serve in place."""
+    """What follows a change of the cluster; changes of models, replicas and app are made by Serve in place."""
 
     type: Literal["NewCluster", "NewClusterWithIncrementalUpgrade", "None"] = Field(
         default="NewCluster",
@@ -95,7 +97,9 @@ class DisruptionBudget(Part):
         default=True,
         description="Create PodDisruptionBudgets: one pod with replicas of each group may be evicted at a time.",
     )
-    head: bool = Field(default=True, description="Forbid the eviction of the head, unless Redis keeps its state.")
+    head: bool = Field(
+        default=True, description="Forbid the eviction of the head; with faultTolerance there is no such budget."
+    )
 
 
 class NetworkPolicy(Part):
@@ -112,7 +116,9 @@ class NetworkPolicy(Part):
         ],
         description="Peers that may control Ray: KubeRay's operator.",
     )
-    monitoring: list[Anything] = Field(default=[], description="Peers that may read metrics, such as Prometheus.")
+    monitoring: list[Anything] = Field(
+        default=[], description="Peers that may read metrics, such as Prometheus; required with podMonitor.enabled."
+    )
     hub: bool = Field(default=True, description="Let pods reach port 443 anywhere, to fetch models.")
     egress: list[Anything] = Field(default=[], description="More egress rules.")
 
@@ -135,7 +141,7 @@ class Ingress(Part):
 
 
 class Gateway(Part):
-    """An HTTPRoute to the endpoint."""
+    """An HTTPRoute to the endpoint; not with upgrades in steps, for which KubeRay makes its own."""
 
     enabled: bool = Field(default=False, description="Create it.")
     parentRefs: list[Anything] = Field(default=[], description="Parent Gateways.")

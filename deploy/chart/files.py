@@ -10,6 +10,10 @@ from typing import Any
 
 import yaml
 
+from cluster.config import ClusterConfig
+from cluster.config_values import DEFAULT_TTFT, ScalingSettings
+from cluster.lifecycle.serve_autoscaling import POLICY, autoscaling_fields
+from cluster.resources import BATCHES_CPUS, ROUTER_CPUS
 from deploy.chart.pods import Part, WorkerGroup
 from deploy.chart.schema import APP, MODELS, properties, shown_defaults
 from deploy.chart.values import Values
@@ -22,6 +26,7 @@ from engine.errors import ConfigError
 WIDTH = 110
 HEAD = "Written by `python -m deploy.chart` from deploy/chart: change it there."
 DEFAULT_MODELS = [{"model": "demo"}]
+OF_A_MODEL = ("min_replicas", "initial_replicas", "max_replicas")
 
 
 def values_text() -> str:
@@ -46,6 +51,25 @@ def group_text() -> str:
     """
     group = WorkerGroup(name="workers").model_dump(exclude={"name"})
     return f"# {HEAD}\n" + yaml.safe_dump(group, sort_keys=False)
+
+
+def app_text() -> str:
+    """Return the text of defaults/app.yaml: what of the app's code templates need to know.
+
+    What Serve's config file says of a deployment replaces what the code says, all of it.
+    """
+    plain = ClusterConfig("demo")
+    times = ScalingSettings(
+        0, 1, DEFAULT_TTFT, plain.upscale_delay_s, plain.downscale_delay_s, plain.downscale_delay_s
+    )
+    scaling = {name: value for name, value in autoscaling_fields(times, 1).items() if name not in OF_A_MODEL}
+    known = {
+        "autoscaling": scaling | {"policy": {"policy_function": POLICY, **scaling["policy"]}},
+        "drain_timeout": plain.drain_timeout,
+        "router_cpus": ROUTER_CPUS,
+        "batches_cpus": BATCHES_CPUS,
+    }
+    return f"# {HEAD}\n" + yaml.safe_dump(known, sort_keys=False)
 
 
 def _fields(part: Part, indent: str, apart: bool = False) -> Iterator[str]:

@@ -15,6 +15,8 @@ NotNegative = Annotated[int, Field(ge=0)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Percent = Annotated[int, Field(ge=0, le=100)]
 Texts = dict[str, str]
+Amount = Annotated[str, Field(pattern=r"^[0-9]+[A-Za-z]{0,2}$", json_schema_extra={"type": ["string", "integer"]})]
+Amounts = dict[str, Amount]
 Anything = dict[str, Any]  # a piece of a Kubernetes object, which Kubernetes itself checks
 
 
@@ -27,8 +29,16 @@ class Part(BaseModel):
 class Image(Part):
     """The image of all pods."""
 
+    registry: str = Field(
+        default="",
+        pattern=r"^([-a-z0-9.]+(:[0-9]+)?(/[-a-z0-9._/]+)?)?$",
+        description="Registry, such as registry.example.com/team; empty = as the repository says.",
+    )
     repository: str = Field(default="squadron", min_length=1, description="Image with Squadron, Python and bash.")
-    tag: str = Field(default="", description="Tag; empty = the chart's appVersion.")
+    tag: str = Field(
+        default="",
+        description="Tag; empty = the chart's appVersion, with -cuda if a worker group has accelerators.",
+    )
     digest: str = Field(default="", pattern=r"^(sha256:[0-9a-f]{64})?$", description="Digest; overrides the tag.")
     pullPolicy: Literal["IfNotPresent", "Always", "Never"] = Field(default="IfNotPresent", description="Pull policy.")
     pullSecrets: list[str] = Field(default=[], description="Secrets for the registry.")
@@ -39,6 +49,30 @@ class ServiceValues(Part):
 
     enabled: bool = Field(default=True, description="Create a RayService; off for batches only.")
     port: int = Field(default=8000, ge=1024, le=65535, description="HTTP port of the pods and of the Service.")
+    type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = Field(
+        default="ClusterIP", description="Type of the Service that KubeRay makes."
+    )
+    annotations: Texts = Field(default={}, description="Its annotations, such as those of a cloud's load balancer.")
+    loadBalancerClass: str = Field(default="", description="Class of the load balancer, for type LoadBalancer.")
+    loadBalancerSourceRanges: list[str] = Field(
+        default=[],
+        description="Addresses that may use the load balancer, such as 203.0.113.0/24; the NetworkPolicy lets them "
+        "in.",
+    )
+    externalTrafficPolicy: Literal["Local", "Cluster"] = Field(
+        default="Local",
+        description="For types other than ClusterIP: Local keeps clients' addresses, which the NetworkPolicy needs.",
+    )
+
+
+class RouterPlace(Part):
+    """Where routers run; how many there are `app.routers` says."""
+
+    workerGroup: OptionalName = Field(
+        default="",
+        description="Name of a worker group without accelerators for routers and batch runners alone; empty = beside "
+        "the models.",
+    )
 
 
 class Accelerator(Part):
@@ -49,12 +83,28 @@ class Accelerator(Part):
         pattern=r"^([-a-z0-9.]+/[-A-Za-z0-9_.]+)?$",  # Kubernetes takes no such resource without a domain
         description="Resource of a node, such as nvidia.com/gpu; each rank takes one; empty = CPU.",
     )
+    claim: OptionalName = Field(
+        default="",
+        description="Name of one of resourceClaims, whose devices the ranks take in place of a resource (DRA).",
+    )
+
+
+class EnvVar(Part):
+    """An environment variable."""
+
+    name: str = Field(min_length=1, description="Name.")
+    value: str | None = Field(default=None, description="Value.")
+    valueFrom: Anything | None = Field(default=None, description="Source of the value, such as a key of a secret.")
 
 
 class WorkerGroup(Part):
     """Pods of one kind."""
 
-    name: str = Field(pattern=r"^[a-z]([-a-z0-9]{0,28}[a-z0-9])?$", description="Name, as in `models[].workerGroup`.")
+    name: str = Field(
+        default="",
+        pattern=r"^([a-z]([-a-z0-9]{0,28}[a-z0-9])?)?$",
+        description="Name, as in `models[].workerGroup`; empty = workers, for the first group.",
+    )
     accelerator: Accelerator = Field(default=Accelerator(), description="Accelerator of a rank.")
     ranksPerPod: Count | None = Field(
         default=None,
@@ -71,7 +121,7 @@ class WorkerGroup(Part):
         default=None, description="Maximum with autoscaling; empty = what max_replicas needs."
     )
     cpu: Cpu | None = Field(
-        default=None, description="CPUs of a pod; empty = cpus_per_worker for each rank, plus room for routers."
+        default=None, description="CPUs of a pod; empty = cpus_per_worker for each rank, and 1 for routers."
     )
     memory: Quantity = Field(default="16Gi", description="Memory of a pod, including shared memory.")
     sharedMemory: Quantity = Field(
@@ -92,6 +142,29 @@ class WorkerGroup(Part):
     )
     priorityClassName: str = Field(default="", description="Priority class.")
     runtimeClassName: str = Field(default="", description="Runtime class, such as nvidia.")
+    schedulerName: str = Field(default="", description="Scheduler of the pods; empty = the cluster's.")
+    serviceAccountName: OptionalName = Field(
+        default="", description="Service account of the pods; empty = that of all pods."
+    )
+    resources: Amounts = Field(
+        default={},
+        description="More resources of a pod, such as rdma/hca: 8 or vpc.amazonaws.com/efa: 32.",
+    )
+    resourceClaims: list[Anything] = Field(
+        default=[], description="Claims of devices (DRA), as in a pod; its containers get all of them."
+    )
+    capabilities: list[str] = Field(
+        default=[],
+        description="Capabilities beyond none, such as IPC_LOCK; the namespace must allow them (see the README).",
+    )
+    nccl: Texts = Field(
+        default={}, description="NCCL's settings, such as NCCL_SOCKET_IFNAME: eth0 or NCCL_IB_HCA: mlx5."
+    )
+    env: list[EnvVar] = Field(default=[], description="More environment variables for the Ray containers.")
+    volumes: list[Anything] = Field(default=[], description="More volumes of the pods.")
+    volumeMounts: list[Anything] = Field(default=[], description="Their mounts in the Ray containers.")
+    initContainers: list[Anything] = Field(default=[], description="Containers that run before models are fetched.")
+    sidecars: list[Anything] = Field(default=[], description="Containers beside Ray's.")
 
 
 class RayHead(Part):
@@ -109,29 +182,32 @@ class RayHead(Part):
     tolerations: list[Anything] = Field(default=[], description="Tolerations for the head pod.")
     affinity: Anything = Field(default={}, description="Affinity.")
     priorityClassName: str = Field(default="", description="Priority class.")
+    schedulerName: str = Field(default="", description="Scheduler of the pod; empty = the cluster's.")
 
 
 class ModelCache(Part):
-    """Cache for models from the hub."""
+    """Cache for models from the hub, which worker pods mount; the head has a small one of its own."""
 
-    type: Literal["none", "pvc", "existingClaim"] = Field(
+    type: Literal["none", "ephemeral", "pvc", "existingClaim"] = Field(
         default="none",
-        description="none = one cache per pod; pvc = a claim of this release; existingClaim = an existing claim.",
+        description="none = one cache per pod, on its node's disk; ephemeral = a claim for each pod, gone with it; "
+        "pvc = a claim of this release; existingClaim = an existing claim.",
     )
     fetch: bool = Field(
         default=True, description="Fetch and check the models of a worker pod before Ray starts in it."
     )
     existingClaim: OptionalName = Field(default="", description="Name of the claim, for type existingClaim.")
-    size: Quantity = Field(default="200Gi", description="Size, for type pvc; limit, for type none.")
+    size: Quantity = Field(default="200Gi", description="Size, for types pvc and ephemeral; limit, for type none.")
     storageClassName: str | None = Field(
         default=None,
         pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$",
-        description="Storage class, for type pvc; null = the cluster's default, '' = an existing volume.",
+        description="Storage class, for types pvc and ephemeral; null = the cluster's default, '' = an existing "
+        "volume.",
     )
     accessModes: list[Literal["ReadWriteMany", "ReadWriteOnce"]] = Field(
-        default=["ReadWriteMany"],
-        min_length=1,
-        description="Access modes, for type pvc. Pods on several nodes need ReadWriteMany.",
+        default=[],
+        description="Access modes, for type pvc; empty = ReadWriteMany if pods share the claim (several workers, or "
+        "two clusters during an update), else ReadWriteOnce. Kubernetes changes them no more.",
     )
     keep: bool = Field(default=True, description="Keep the claim after `helm uninstall`.")
 
@@ -169,14 +245,6 @@ class Probes(Part):
         default=2, description="Failed probes of /ready before a worker gets no requests."
     )
     startupFailures: Count = Field(default=60, description="Probes that Ray may take to start.")
-
-
-class EnvVar(Part):
-    """An environment variable."""
-
-    name: str = Field(min_length=1, description="Name.")
-    value: str | None = Field(default=None, description="Value.")
-    valueFrom: Anything | None = Field(default=None, description="Source of the value, such as a key of a secret.")
 
 
 class Security(Part):

@@ -31,6 +31,7 @@ from deploy.chart.pods import (
     Part,
     Probes,
     RayHead,
+    RouterPlace,
     Security,
     ServiceValues,
     Texts,
@@ -53,6 +54,9 @@ class Values(Part):
         min_length=1,
         description="Groups of worker pods; models without workerGroup run in the first.",
     )
+    routers: RouterPlace = Field(
+        default=RouterPlace(), description="Where routers run; how many there are app.routers says."
+    )
     head: RayHead = Field(default=RayHead(), description="Ray's head, which runs neither models nor routers.")
     modelCache: ModelCache = Field(default=ModelCache(), description="Cache for models from the hub.")
     disk: Disk = Field(default=Disk(), description="Limits for what pods write to their node's disk (emptyDirs).")
@@ -67,7 +71,8 @@ class Values(Part):
     )
     upgrade: Upgrade = Field(
         default=Upgrade(),
-        description="How KubeRay changes the cluster. Changes of models and app alone are applied in place.",
+        description="How KubeRay changes the cluster. What changes it is listed in the README; models, routers, "
+        "replicas and app do not.",
     )
     probes: Probes = Field(default=Probes(), description="Liveness, readiness and startup probes.")
     podDisruptionBudget: DisruptionBudget = Field(
@@ -84,8 +89,13 @@ class Values(Part):
         default="", description="Service account of all pods; its token is not mounted."
     )
     terminationGracePeriodSeconds: NotNegative = Field(
-        default=60,
-        description="Seconds that a pod has to terminate; up to 10 s before, what runs there goes on elsewhere.",
+        default=630,
+        description="Most seconds that a pod may take to terminate: at least app.drain_timeout, preStopSeconds and "
+        "10. A pod ends as soon as nothing runs there any more.",
+    )
+    preStopSeconds: NotNegative = Field(
+        default=5,
+        description="Seconds between the end of a pod's being offered to clients and its drain; 0 = none.",
     )
     extraEnv: list[EnvVar] = Field(default=[], description="More environment variables for all Ray containers.")
     extraVolumes: list[Anything] = Field(default=[], description="More volumes for all pods.")

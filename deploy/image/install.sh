@@ -3,7 +3,6 @@
 #
 #     install.sh packages          what the project needs, without the project: this layer outlives changes of code
 #     install.sh project           the project itself
-#     install.sh wheel NAME DIR    a wheel of a package that is built against the same torch
 #
 # TORCH: backend that torch is installed for, as uv's --torch-backend; empty = torch as the index has it.
 set -eu
@@ -20,12 +19,6 @@ packages() {
 
 project() {
   install --no-deps .
-}
-
-wheel() {
-  install torch setuptools wheel packaging ninja psutil
-  install pip
-  pip wheel --no-deps --no-build-isolation --wheel-dir "$2" "$1"
 }
 
 "$@"

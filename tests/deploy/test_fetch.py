@@ -1,6 +1,9 @@
 """Models are whole before Ray starts in a pod."""
 
+import json
 import shutil
+
+import pytest
 
 from deploy.demo import demo_model_path
 from deploy.fetch import main
@@ -40,3 +43,30 @@ def test_a_separate_tokenizer_is_fetched_and_read_before_the_models(tmp_path, ca
 def test_a_folder_that_is_not_there_is_refused(tmp_path, capsys):
     assert main([str(tmp_path / "none")]) == 1
     assert "there is no folder" in capsys.readouterr().err
+
+
+def test_a_file_lists_what_to_fetch(tmp_path, capsys):
+    tokenizer = tiny_tokenizer.save(tiny_tokenizer.byte_level(), tmp_path / "tokenizer")
+    listed = tmp_path / "gpu.json"
+    listed.write_text(json.dumps({"models": ["demo"], "tokenizers": [str(tokenizer)]}))
+    assert main(["--list", str(listed)]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == f"{tokenizer}: the tokenizer is there"
+    assert second.startswith("demo: ")
+
+
+@pytest.mark.parametrize("text", [None, "models: [demo]", '{"modles": ["demo"]}', '["demo"]', '{"models": [1]}'])
+def test_a_list_that_is_none_is_refused_with_one_that_works(tmp_path, capsys, text):
+    listed = tmp_path / "gpu.json"
+    if text is not None:
+        listed.write_text(text)
+    assert main(["--list", str(listed)]) == 1
+    said = capsys.readouterr().err
+    assert f"--list: {listed} " in said
+    assert "JSON" in said
+
+
+def test_nothing_to_fetch_is_a_mistake(capsys):
+    with pytest.raises(SystemExit):
+        main([])
+    assert "MODEL: give at least one, such as demo, or --list FILE" in capsys.readouterr().err

@@ -102,12 +102,11 @@ class RayHead:
 
         Yields the app once all replicas are ready. Serve has ended afterwards, as it has before.
         """
-        url = f"{self.jobs_url}/api/serve/applications/"
         (name,) = [one["name"] for one in config["applications"]]
-        port = free_port()
+        url, port = self._serve_url, free_port()
         with httpx.Client(trust_env=False, timeout=60) as client:
             client.delete(url).raise_for_status()
-            client.put(url, json=config | {"http_options": {"host": "127.0.0.1", "port": port}}).raise_for_status()
+            self.apply(config, port)
 
             def running() -> bool:
                 found = client.get(url).raise_for_status().json()["applications"].get(name, {})
@@ -118,6 +117,15 @@ class RayHead:
             app.wait_whole()
             yield app
             client.delete(url).raise_for_status()
+
+    @property
+    def _serve_url(self) -> str:
+        return f"{self.jobs_url}/api/serve/applications/"
+
+    def apply(self, config: dict[str, Any], port: int) -> None:
+        """Give the head another config, as `serve deploy` would, and let Serve do what follows."""
+        told = config | {"http_options": {"host": "127.0.0.1", "port": port}}
+        httpx.put(self._serve_url, json=told, timeout=60, trust_env=False).raise_for_status()
 
     def submit(self, folder: Path, *arguments: str) -> str:
         """Submit `squadron batch` with a working directory, as `ray job submit --working-dir` does; return its id."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import subprocess
+import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
+from ray.serve.schema import ServeDeploySchema
 
 from cluster.app_config import AppConfig, parse_app
+from cluster.resources import deployment_names
 from tests.helm.tools import tools
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +86,36 @@ def serve_config(objects: tuple[Object, ...] | list[Object]) -> Object:
     return config
 
 
+def declared(objects: tuple[Object, ...] | list[Object]) -> ServeDeploySchema:
+    """Return the Serve config as Serve takes it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of metrics_interval_s, as `autoscaling_config` says
+        return ServeDeploySchema(**serve_config(objects))
+
+
 def app_of(objects: tuple[Object, ...] | list[Object]) -> AppConfig:
     """Return the app as `cluster.app:build` reads it from the Serve config."""
     (application,) = serve_config(objects)["applications"]
     return parse_app(application["args"])
+
+
+def deployments_of(objects: tuple[Object, ...] | list[Object]) -> dict[str, Object]:
+    """Return what the Serve config says of each deployment in place of the app's code, by name."""
+    (application,) = serve_config(objects)["applications"]
+    return {one["name"]: one for one in application["deployments"]}
+
+
+def scaled_app_of(objects: tuple[Object, ...] | list[Object]) -> AppConfig:
+    """Return the app with as many replicas and routers as Serve runs of it."""
+    app, deployments = app_of(objects), deployments_of(objects)
+    models = []
+    for config, name in zip(app.models, deployment_names(app), strict=True):
+        scaling = deployments[name].get("autoscaling_config")
+        if scaling is None:
+            counts = {"replicas": deployments[name]["num_replicas"]}
+        else:
+            counts = {name: scaling[name] for name in ("min_replicas", "max_replicas")}
+            counts["replicas"] = scaling.get("initial_replicas", max(1, scaling["min_replicas"]))
+        models.append(replace(config, **counts))
+    scaled = replace(app, models=tuple(models))
+    return scaled.with_shared(routers=deployments["Router"]["num_replicas"])

@@ -1,5 +1,7 @@
 """What stands before and beside the pods: probes, budgets, claims, Ingress, route, monitor, notes."""
 
+import json
+
 import pytest
 import yaml
 
@@ -12,7 +14,7 @@ def probes(name, batch=False):
         tuple(one for one in rendered(name) if one["kind"] == ("RayJob" if batch else "RayService"))
     )
     for pod in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
-        (container,) = pod["template"]["spec"]["containers"]
+        container = pod["template"]["spec"]["containers"][0]
         yield (
             container["name"],
             {key: container[f"{key}Probe"]["exec"]["command"] for key in ("startup", "liveness", "readiness")},
@@ -62,13 +64,14 @@ def test_one_replica_of_a_group_may_be_evicted_at_a_time_and_the_head_never(helm
     budgets = budgets_of(rendered("multi-node"))
     assert {name: budget["minAvailable"] for name, budget in budgets.items()} == {
         "llm-squadron-h200": 1,  # of four pods: only those two with rank 0 have a proxy of Serve, and become ready
+        "llm-squadron-front": 1,
         "llm-squadron-head": 1,
     }
     for budget in budgets.values():
         assert "maxUnavailable" not in budget, "Kubernetes knows no scale of a RayCluster"
     (cluster,) = clusters(rendered("multi-node"))
     chosen = budgets["llm-squadron-h200"]["selector"]["matchLabels"]
-    (group,) = cluster["workerGroupSpecs"]
+    group = cluster["workerGroupSpecs"][0]
     labels = {
         **group["template"]["metadata"]["labels"],
         "ray.io/group": group["groupName"],
@@ -92,6 +95,7 @@ def test_a_spare_pod_which_is_never_ready_holds_up_no_drain(helm4):
 )
 def test_budgets_count_pods_that_hold_replicas(helm4, settings, least):
     given = ",".join(f"models[0].{one}" for one in ["model=demo", *settings.split(",")])
+    given += f",autoscaling.enabled={str('max' in settings).lower()}"
     budgets = budgets_of(helm4.template(None, "--set", given))
     assert budgets.get("llm-squadron-workers", {}).get("minAvailable") == least
 
@@ -106,11 +110,47 @@ def test_a_group_of_one_pod_has_no_budget_which_would_hold_up_every_drain(helm4)
 
 
 def test_the_claim_of_the_cache_is_the_one_that_pods_mount(helm4):
-    (claim,) = of_kind(rendered("one-gpu"), "PersistentVolumeClaim")
+    (claim,) = of_kind(rendered("two-models"), "PersistentVolumeClaim")
     assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    (cluster,) = clusters(rendered("two-models"))
+    for group in cluster["workerGroupSpecs"]:
+        assert cache_of(group)["persistentVolumeClaim"] == {"claimName": claim["metadata"]["name"]}
+
+
+def cache_of(pod):
+    (volume,) = [one for one in pod["template"]["spec"]["volumes"] if one["name"] == "models"]
+    return volume
+
+
+def test_a_head_reads_no_weights_and_is_not_tied_to_the_node_of_a_claim(helm4):
+    for kind in ("pvc", "ephemeral", "existingClaim,modelCache.existingClaim=m"):
+        (cluster,) = clusters(helm4.template(None, "--set", f"modelCache.type={kind}"))
+        assert cache_of(cluster["headGroupSpec"]) == {"name": "models", "emptyDir": {"sizeLimit": "20Gi"}}
+        assert "emptyDir" not in cache_of(cluster["workerGroupSpecs"][0])
+
+
+def test_each_pod_may_have_a_disk_of_its_own(helm4):
+    assert of_kind(rendered("one-gpu"), "PersistentVolumeClaim") == []
     (cluster,) = clusters(rendered("one-gpu"))
-    (volume,) = [one for one in cluster["headGroupSpec"]["template"]["spec"]["volumes"] if one["name"] == "models"]
-    assert volume["persistentVolumeClaim"] == {"claimName": claim["metadata"]["name"]}
+    spec = cache_of(cluster["workerGroupSpecs"][0])["ephemeral"]["volumeClaimTemplate"]["spec"]
+    assert spec == {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "50Gi"}}}
+
+
+@pytest.mark.parametrize(
+    ("given", "modes"),
+    [
+        ("models[0].replicas=1", ["ReadWriteMany"]),  # an update starts a second pod beside the first
+        ("upgrade.type=None", ["ReadWriteOnce"]),
+        ("upgrade.type=None,models[0].replicas=2", ["ReadWriteMany"]),
+        ("upgrade.type=None,models[0].max_replicas=2,autoscaling.enabled=true", ["ReadWriteMany"]),
+        ("modelCache.accessModes[0]=ReadWriteOnce", ["ReadWriteOnce"]),
+        ("modelCache.accessModes[0]=ReadWriteMany,upgrade.type=None", ["ReadWriteMany"]),
+    ],
+)
+def test_a_claim_is_for_several_nodes_where_several_pods_mount_it(helm4, given, modes):
+    objects = helm4.template(None, "--set", f"modelCache.type=pvc,models[0].model=demo,{given}")
+    (claim,) = of_kind(objects, "PersistentVolumeClaim")
+    assert claim["spec"]["accessModes"] == modes
 
 
 @pytest.mark.parametrize(
@@ -125,8 +165,20 @@ def test_a_claim_may_name_a_class_or_none_or_leave_it_to_the_cluster(helm4, give
 def test_a_claim_that_is_there_is_used_and_none_is_made(helm4):
     assert of_kind(rendered("tp4"), "PersistentVolumeClaim") == []
     (cluster,) = clusters(rendered("tp4"))
-    (volume,) = [one for one in cluster["headGroupSpec"]["template"]["spec"]["volumes"] if one["name"] == "models"]
-    assert volume["persistentVolumeClaim"] == {"claimName": "models"}
+    assert cache_of(cluster["workerGroupSpecs"][0])["persistentVolumeClaim"] == {"claimName": "models"}
+    (batch,) = clusters(rendered("batch"))
+    assert "persistentVolumeClaim" in cache_of(batch["headGroupSpec"]), "the batch itself runs there, maybe offline"
+
+
+def listed(objects, spec):
+    """Return what the init container of a worker's pod finds in the file that it reads."""
+    (first,) = [one for one in spec["initContainers"] if one["name"] == "fetch-models"]
+    *command, flag, path = first["command"]
+    assert [*command, flag] == ["python", "-m", "deploy.fetch", "--list"]
+    (mount,) = [one for one in first["volumeMounts"] if path.startswith(f"{one['mountPath']}/")]
+    (volume,) = [one for one in spec["volumes"] if one["name"] == mount["name"]]
+    (held,) = [one for one in of_kind(objects, "ConfigMap") if one["metadata"]["name"] == volume["configMap"]["name"]]
+    return json.loads(held["data"][path.removeprefix(f"{mount['mountPath']}/")])
 
 
 def test_workers_fetch_the_models_of_their_group_into_the_cache_that_ray_reads(helm4):
@@ -135,12 +187,15 @@ def test_workers_fetch_the_models_of_their_group_into_the_cache_that_ray_reads(h
     for group in cluster["workerGroupSpecs"]:
         spec = group["template"]["spec"]
         (first,) = spec["initContainers"]
-        assert first["command"][:3] == ["python", "-m", "deploy.fetch"]
-        fetched[group["groupName"]] = first["command"][3:]
+        fetched[group["groupName"]] = listed(rendered("two-models"), spec)
         (container,) = spec["containers"]
-        for key in ("env", "volumeMounts", "image"):
+        for key in ("env", "image"):
             assert first[key] == container[key]
-    assert fetched == {"large": ["Qwen/Qwen3-32B"], "small": ["Qwen/Qwen3-Embedding-0.6B"]}
+        assert first["volumeMounts"][:-1] == container["volumeMounts"]
+    assert fetched == {
+        "large": {"models": ["Qwen/Qwen3-32B"], "tokenizers": []},
+        "small": {"models": ["Qwen/Qwen3-Embedding-0.6B"], "tokenizers": []},
+    }
     assert "initContainers" not in cluster["headGroupSpec"]["template"]["spec"]
 
 
@@ -150,15 +205,37 @@ def test_workers_fetch_a_tokenizer_that_is_not_the_models_own(helm4, tmp_path):
     names = ["a/tokenizer", "a/tokenizer", "/data/tokenizer", None]
     models = [{"model": f"owner/{i}", "served_model_name": str(i), "tokenizer": one} for i, one in enumerate(names)]
     given.write_text(yaml.safe_dump({"models": models, "apiKeys": {"existingSecret": "keys"}}))
-    (cluster,) = clusters(helm4.template(given))
-    (first,) = cluster["workerGroupSpecs"][0]["template"]["spec"]["initContainers"]
-    told = ["owner/0", "owner/1", "owner/2", "owner/3", "--tokenizer=a/tokenizer", "--tokenizer=/data/tokenizer"]
-    assert first["command"][3:] == told
+    objects = helm4.template(given)
+    (cluster,) = clusters(objects)
+    assert listed(objects, cluster["workerGroupSpecs"][0]["template"]["spec"]) == {
+        "models": ["owner/0", "owner/1", "owner/2", "owner/3"],
+        "tokenizers": ["a/tokenizer", "/data/tokenizer"],
+    }
+
+
+def test_workers_of_a_batch_fetch_its_model(helm4):
+    for name in ("batch", "everything"):
+        objects = rendered(name)
+        (job,) = of_kind(objects, "RayJob")
+        (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+        found = listed(objects, group["template"]["spec"])
+        assert found == {"models": ["Qwen/Qwen3-8B"], "tokenizers": []}
+
+
+def test_pods_of_routers_fetch_no_models(helm4):
+    (cluster, *_) = clusters(rendered("multi-node"))
+    front = cluster["workerGroupSpecs"][1]
+    assert front["groupName"] == "front"
+    assert "initContainers" not in front["template"]["spec"]
 
 
 def test_fetching_can_be_left_to_the_replicas(helm4):
-    (cluster,) = clusters(helm4.template(None, "--set", "modelCache.fetch=false"))
-    assert "initContainers" not in cluster["workerGroupSpecs"][0]["template"]["spec"]
+    objects = helm4.template(None, "--set", "modelCache.fetch=false")
+    (cluster,) = clusters(objects)
+    spec = cluster["workerGroupSpecs"][0]["template"]["spec"]
+    assert "initContainers" not in spec
+    assert "fetch" not in [volume["name"] for volume in spec["volumes"]]
+    assert of_kind(objects, "ConfigMap") == []
 
 
 def test_the_ingress_leads_to_the_service_that_kuberay_makes_with_tls(helm4):
@@ -229,7 +306,7 @@ def test_redis_keeps_the_control_store_under_a_name_of_its_own_for_each_cluster(
 
 
 def test_updates_step_by_step_say_how(helm4):
-    (service,) = of_kind(rendered("everything"), "RayService")
+    (service,) = of_kind(rendered("two-models"), "RayService")
     assert service["spec"]["upgradeStrategy"] == {
         "type": "NewClusterWithIncrementalUpgrade",
         "clusterUpgradeOptions": {
@@ -270,7 +347,9 @@ def notes(helm, name):
 def test_notes_tell_the_next_command(helm4):
     said = notes(helm4, "two-models")
     assert "get rayservice llm-squadron --watch" in said
-    assert "port-forward svc/llm-squadron-serve-svc 8000" in said
+    assert "get gateway llm-squadron-gateway" in said, "there is no Service that lasts"
+    assert "curl http://$ADDRESS/v1/chat/completions" in said
+    assert "llm-squadron-serve-svc" not in said
     assert '"model": "qwen"' in said
     assert "Warning: everyone" not in said
     assert "llm-squadron-gateway" in said
@@ -281,6 +360,7 @@ def test_notes_of_a_guarded_service_show_the_key_and_the_address(helm4):
     said = notes(helm4, "tp4")
     assert "Authorization: Bearer $KEY" in said
     assert "with KEY set to a key that `squadron keys new` showed" in said
+    assert "port-forward svc/llm-squadron-serve-svc 8000" in said
     assert '"model": "llama-70b"' in said
     assert "https://llm.example.com/v1" in said
     assert "Warning" not in said

@@ -44,8 +44,11 @@ def test_a_dashboard_in_the_chart_is_the_shipped_one(helm4):
 
 
 def test_the_label_is_grafanas_own_unless_another_is_asked_for(helm4):
-    for one in of_kind(helm4.template(None, "--set", "dashboards.enabled=true"), "ConfigMap"):
-        assert one["metadata"]["labels"]["grafana_dashboard"] == "1"
+    found = of_kind(helm4.template(None, "--set", "dashboards.enabled=true"), "ConfigMap")
+    labels = [
+        one["metadata"]["labels"].get("grafana_dashboard") for one in found if "dashboard" in one["metadata"]["name"]
+    ]
+    assert labels == ["1"] * len(DASHBOARDS)
 
 
 def test_the_rules_are_all_alerts_with_the_target_of_the_values(helm4):

@@ -31,7 +31,7 @@ def with_null(helm: Helm, path: str):
 def assert_told(result, path: str) -> None:
     assert result.returncode != 0
     assert "nil pointer" not in result.stderr
-    last = result.stderr.strip().splitlines()[-1]
+    last = [line for line in result.stderr.splitlines() if line and not line.startswith("Use --debug")][-1]
     for name in path.split("."):
         assert name in last or f"{path}:" in result.stderr, result.stderr
 

@@ -3,12 +3,13 @@
 import pytest
 import yaml
 
-from tests.helm.rendered import CHART, OPEN, RELEASE
+from tests.helm.rendered import CHART, OPEN, RELEASE, clusters
 
 GPU = {"name": "gpu", "accelerator": {"resource": "nvidia.com/gpu"}}
 DEMO = [{"model": "demo"}]
 FOUR = [{"model": "demo", "tensor_parallel_size": 4}]
 INCREMENTAL = {"type": "NewClusterWithIncrementalUpgrade"}
+IN_STEPS = {"upgrade": {**INCREMENTAL, "gatewayClassName": "istio"}, "autoscaling": {"enabled": True}}
 # Values, and what the message must say.
 BY_SCHEMA = {
     "a misspelt setting": ({"models": [{"model": "demo", "tensor_paralel_size": 2}]}, "tensor_paralel_size"),
@@ -36,7 +37,6 @@ BY_SCHEMA = {
     "a misspelt value": ({"modles": DEMO}, "modles"),
     "no quantity": ({"head": {"memory": "lots"}}, "memory"),
     "an unknown pull policy": ({"image": {"pullPolicy": "Sometimes"}}, "pullPolicy"),
-    "a group without a name": ({"workerGroups": [{"memory": "1Gi"}]}, "name"),
     "a misspelt option of a group": ({"workerGroups": [{"name": "a", "nodeSelektor": {}}]}, "nodeSelektor"),
     "an unknown cache": ({"modelCache": {"type": "s3"}}, "modelCache"),
     "no storage class": ({"modelCache": {"storageClassName": "-"}}, "storageClassName"),
@@ -45,7 +45,90 @@ BY_SCHEMA = {
     "Redis without a port": ({"faultTolerance": {"enabled": True, "redisAddress": "redis"}}, "redisAddress"),
     "a number for a text": ({"extraEnv": [{"name": "A", "value": 1}]}, "extraEnv"),
 }
+MANY = [{"model": "demo", "replicas": 2}]
 BY_TEMPLATE = {
+    "a second group without a name": (
+        {"workerGroups": [GPU, {"memory": "1Gi"}]},
+        "workerGroups[1].name: is missing, which only the first group may; give one such as workers-1",
+    ),
+    "no group of that name for routers": (
+        {"routers": {"workerGroup": "front"}},
+        'routers.workerGroup: there is no worker group "front"; known: workers',
+    ),
+    "models beside routers that are to be alone": (
+        {"routers": {"workerGroup": "workers"}},
+        'routers.workerGroup: models[0] runs in "workers"; give routers a group of their own',
+    ),
+    "GPUs for routers": (
+        {"routers": {"workerGroup": "front"}, "workerGroups": [{"name": "a"}, {**GPU, "name": "front"}]},
+        "workerGroups[1].accelerator: routers use none",
+    ),
+    "more routers than there is room for": (
+        {"app": {"routers": 9}},
+        "app.routers: 9 take 2.25 CPUs with what runs beside them, and pods have 1 to spare; give fewer, or pods of "
+        'workerGroups "workers" more with cpu=4',
+    ),
+    "less time than streams have": (
+        {"terminationGracePeriodSeconds": 60},
+        "terminationGracePeriodSeconds: 60 ends streams that app.drain_timeout=600 gives more time; with "
+        "preStopSeconds and 10 s for Ray give at least 615, or app.drain_timeout=45",
+    ),
+    "a monitor that may read nothing": ({"podMonitor": {"enabled": True}}, "networkPolicy.monitoring: podMonitor"),
+    "a claim for one node and two pods": (
+        {"models": MANY, "modelCache": {"type": "pvc", "accessModes": ["ReadWriteOnce"]}},
+        "modelCache.accessModes: 2 pods mount the claim, and only those on one node can with ReadWriteOnce; give "
+        "[ReadWriteMany], or modelCache.type=ephemeral",
+    ),
+    "a load balancer that reaches nobody": (
+        {"service": {"type": "LoadBalancer"}},
+        "service.type: the NetworkPolicy lets in pods of the namespace alone, so nobody gets through from a "
+        "LoadBalancer; give service.loadBalancerSourceRanges or networkPolicy.clients",
+    ),
+    "a node's port that reaches nobody": (
+        {"service": {"type": "NodePort"}},
+        "from a NodePort; give networkPolicy.clients, such as",
+    ),
+    "ranges of no load balancer": (
+        {"service": {"loadBalancerSourceRanges": ["10.0.0.0/8"]}},
+        "service.loadBalancerSourceRanges: a Service of type ClusterIP has no load balancer",
+    ),
+    "a Service that updates in steps ignore": (
+        {**IN_STEPS, "service": {"annotations": {"a": "b"}}},
+        "service.type: with upgrade.type=NewClusterWithIncrementalUpgrade",
+    ),
+    "a route beside that of updates in steps": (
+        {**IN_STEPS, "gateway": {"enabled": True, "parentRefs": [{"name": "public"}]}},
+        "gateway.enabled: with upgrade.type=NewClusterWithIncrementalUpgrade KubeRay makes a Gateway and a route of "
+        "its own, llm-squadron-gateway",
+    ),
+    "an Ingress beside the Gateway of updates in steps": (
+        {**IN_STEPS, "ingress": {"enabled": True, "host": "a.example.com"}},
+        "ingress.enabled: with upgrade.type",
+    ),
+    "CPUs as another resource": (
+        {"workerGroups": [{"resources": {"cpu": "4"}}]},
+        "workerGroups[0].resources: cpu is asked for already",
+    ),
+    "GPUs twice": (
+        {"workerGroups": [{**GPU, "resources": {"nvidia.com/gpu": 1}}]},
+        "workerGroups[0].resources: nvidia.com/gpu is asked for already",
+    ),
+    "another variable as NCCL's": (
+        {"workerGroups": [{"nccl": {"IB_HCA": "mlx5"}}]},
+        "workerGroups[0].nccl: IB_HCA is no setting of NCCL, such as NCCL_SOCKET_IFNAME; put it into env",
+    ),
+    "a claim of devices that is not there": (
+        {"workerGroups": [{"accelerator": {"claim": "gpu"}}]},
+        'workerGroups[0].accelerator.claim: "gpu" is none of resourceClaims; add one such as {name: gpu, ',
+    ),
+    "devices of two kinds": (
+        {"workerGroups": [{"accelerator": {"claim": "gpu", "resource": "nvidia.com/gpu"}}]},
+        "workerGroups[0].accelerator.claim: ranks take nvidia.com/gpu already",
+    ),
+    "a volume of a group that is the chart's": (
+        {"workerGroups": [{"volumes": [{"name": "models", "emptyDir": {}}]}]},
+        'workerGroups "workers".volumes[0].name: models is a volume of the chart',
+    ),
     "an unknown group": (
         {"models": [{"model": "demo", "workerGroup": "gpus"}]},
         "models[0].workerGroup: there is no worker group",
@@ -160,6 +243,15 @@ def test_an_endpoint_without_keys_must_be_wanted(helm):
         assert said in refused.stderr
     for given in ("apiKeys.allowOpen=true", "apiKeys.existingSecret=llm-keys", "service.enabled=false"):
         assert helm.run("template", RELEASE, str(CHART), "--set", given).returncode == 0, given
+
+
+def test_a_value_of_the_first_group_is_taken_on_the_command_line(helm):
+    """Helm replaces the chart's list by one whose item has that value alone, not even a name."""
+    (cluster,) = clusters(helm.template(None, "--set", "workerGroups[0].memory=32Gi"))
+    (group,) = cluster["workerGroupSpecs"]
+    assert group["groupName"] == "workers"
+    (container,) = group["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["memory"] == "32Gi"
 
 
 def test_a_number_on_the_command_line_is_taken(helm4):

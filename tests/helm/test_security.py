@@ -6,7 +6,7 @@ from tests.helm.rendered import RELEASE, VALUES, clusters, of_kind, pod_template
 
 each_example = pytest.mark.parametrize("name", VALUES)
 TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount"
-VOLUMES = {"configMap", "downwardAPI", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
+VOLUMES = {"configMap", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
 WRITTEN = {"/tmp", "/var/lib/squadron", "/dev/shm", "/var/cache/squadron"}
 OWN = {"app.kubernetes.io/instance": RELEASE, "app.kubernetes.io/part-of": "squadron"}
 
@@ -26,11 +26,11 @@ def test_a_user_whom_the_image_does_not_know_has_a_name(helm4):
         assert {"name": "USER", "value": "squadron"} in container["env"]
 
 
-def assert_restricted(security):
+def assert_restricted(security, more=()):
     assert security["allowPrivilegeEscalation"] is False
     assert security["readOnlyRootFilesystem"] is True
     assert security["runAsNonRoot"] is True
-    assert security["capabilities"] == {"drop": ["ALL"]}
+    assert security["capabilities"] == {"drop": ["ALL"]} | ({"add": [*more]} if more else {})
     assert security["seccompProfile"] == {"type": "RuntimeDefault"}
     assert not security.get("privileged")
 
@@ -52,7 +52,8 @@ def test_pods_are_restricted(helm4, name):
         assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
         for volume in pod["volumes"]:
             assert set(volume) - {"name"} < VOLUMES
-        assert_restricted(container["securityContext"])
+        asked_for = name == "everything" and container["name"] == "ray-worker" and pod.get("schedulerName")
+        assert_restricted(container["securityContext"], ["IPC_LOCK"] if asked_for else ())
         assert "hostPort" not in str(container.get("ports"))
         assert container["resources"]["limits"]["memory"]
         assert container["resources"]["requests"]["cpu"]
@@ -68,7 +69,7 @@ def test_a_read_only_root_leaves_ray_and_the_models_somewhere_to_write(helm4, na
             assert mounts.keys() >= WRITTEN
             for path in WRITTEN:
                 assert not mounts[path].get("readOnly")
-                assert {"emptyDir", "persistentVolumeClaim"} & volumes[mounts[path]["name"]].keys()
+                assert {"emptyDir", "ephemeral", "persistentVolumeClaim"} & volumes[mounts[path]["name"]].keys()
             assert volumes["shared-memory"]["emptyDir"]["medium"] == "Memory"
             env = {one["name"]: one.get("value") for one in spec["containers"][0]["env"]}
             assert env["HOME"] in WRITTEN
@@ -91,18 +92,19 @@ def test_every_volume_on_a_nodes_disk_has_a_bound_and_every_container_a_share(he
 
 
 @pytest.mark.parametrize(
-    ("given", "limit"),
+    ("given", "limit", "of_head"),
     [
-        ("disk.tmp=1Gi,disk.home=512Mi,modelCache.size=10Gi", "13Gi"),
-        ("disk.tmp=1500M,disk.home=1Gi,modelCache.type=pvc", "4Gi"),
-        ("disk.tmp=2Ti,disk.home=1Gi,modelCache.type=existingClaim,modelCache.existingClaim=m", "2050Gi"),
+        ("disk.tmp=1Gi,disk.home=512Mi,modelCache.size=10Gi", "13Gi", "13Gi"),
+        ("disk.tmp=1500M,disk.home=1Gi,modelCache.type=pvc", "4Gi", "5Gi"),
+        ("disk.tmp=1500M,disk.home=1Gi,modelCache.type=ephemeral", "4Gi", "5Gi"),
+        ("disk.tmp=2Ti,disk.home=1Gi,modelCache.type=existingClaim,modelCache.existingClaim=m", "2050Gi", "2051Gi"),
     ],
 )
-def test_a_pod_may_write_what_its_volumes_may_hold(helm4, given, limit):
+def test_a_pod_may_write_what_its_volumes_may_hold(helm4, given, limit, of_head):
     (cluster,) = clusters(helm4.template(None, "--set", f"{given},disk.request=3Gi"))
-    for pod in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+    for pod, most in zip((cluster["headGroupSpec"], *cluster["workerGroupSpecs"]), (of_head, limit), strict=True):
         (container,) = pod["template"]["spec"]["containers"]
-        assert container["resources"]["limits"]["ephemeral-storage"] == limit
+        assert container["resources"]["limits"]["ephemeral-storage"] == most
         assert container["resources"]["requests"]["ephemeral-storage"] == "3Gi"
 
 
@@ -110,7 +112,7 @@ def test_a_pod_may_write_what_its_volumes_may_hold(helm4, given, limit):
 def test_only_the_autoscaler_sees_a_service_account_token(helm4, name):
     for pod, container in containers(name):
         assert pod["automountServiceAccountToken"] is False
-        assert TOKEN not in [mount["mountPath"] for mount in container["volumeMounts"]]
+        assert TOKEN not in [mount["mountPath"] for mount in container.get("volumeMounts", [])]
     for cluster in clusters(rendered(name)):
         volumes = [volume["name"] for volume in cluster["headGroupSpec"]["template"]["spec"]["volumes"]]
         mounts = cluster.get("autoscalerOptions", {}).get("volumeMounts", [])
@@ -125,7 +127,7 @@ def test_secrets_are_named_and_never_held(helm4, name):
     for one in rendered(name):
         assert one["kind"] != "Secret"
     for _, container in containers(name):
-        for variable in container["env"]:
+        for variable in container.get("env", []):
             if variable["name"] == "HF_TOKEN":
                 assert variable["valueFrom"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
 

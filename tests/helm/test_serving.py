@@ -5,12 +5,22 @@ import shlex
 
 import pytest
 import yaml
-from ray.serve.schema import ServeDeploySchema
 
 from cluster.app_config import parse_app
-from cluster.resources import app_resources, model_resources
+from cluster.config import ClusterConfig
+from cluster.resources import app_resources, deployment_names, model_resources
 from deploy.serve.environment import LOCAL_RAY
-from tests.helm.rendered import VALUES, app_of, clusters, of_kind, rendered, serve_config
+from tests.helm.rendered import (
+    CHART,
+    OPEN,
+    VALUES,
+    app_of,
+    clusters,
+    declared,
+    of_kind,
+    rendered,
+    scaled_app_of,
+)
 
 SERVING = [name for name in VALUES if name != "batch"]
 each_service = pytest.mark.parametrize("name", SERVING)
@@ -31,10 +41,10 @@ def on_gpu(config):
 
 @each_service
 def test_serve_and_the_app_take_the_config(helm4, name):
-    config = ServeDeploySchema(**serve_config(rendered(name)))
+    config = declared(rendered(name))
     (application,) = config.applications
     assert application.import_path == "cluster.app:build"
-    app = app_of(rendered(name))
+    app = scaled_app_of(rendered(name))
     assert config.http_options.host == "0.0.0.0"
     assert config.http_options.port == app.shared.port
     given = yaml.safe_load(VALUES[name].read_text())
@@ -42,6 +52,10 @@ def test_serve_and_the_app_take_the_config(helm4, name):
     for config, one in zip(app.models, given["models"], strict=True):
         assert config.tensor_parallel_size == one.get("tensor_parallel_size", 1)
         assert config.replicas == one.get("replicas", 1)
+        assert config.max_replicas == one.get("max_replicas")
+        assert config.scales_to_zero == (one.get("min_replicas") == 0)
+    assert app.shared.routers == given.get("app", {}).get("routers", 1)
+    assert {one.name for one in application.deployments} <= {*deployment_names(app), "Router", "Batches"}
 
 
 def test_large_and_broken_numbers_arrive_as_they_were_given(helm4):
@@ -87,7 +101,7 @@ def test_clients_may_use_the_names_that_the_chart_gives_the_endpoint(helm4, give
 def test_pods_have_room_for_all_replicas_and_routers(helm4, name):
     (cluster, *_) = [one["spec"]["rayClusterConfig"] for one in of_kind(rendered(name), "RayService")]
     groups = cluster["workerGroupSpecs"]
-    app = app_of(rendered(name))
+    app = scaled_app_of(rendered(name))
     placement = app_resources(app, on_gpu)
     for kind, param in (("CPU", "num-cpus"), ("GPU", "num-gpus")):
         offered = sum(one["maxReplicas"] * one["numOfHosts"] * int(one["rayStartParams"][param]) for one in groups)
@@ -113,7 +127,7 @@ def test_each_replica_fits_its_pods(helm4, name):
 def test_pods_ask_kubernetes_for_what_ray_is_told_of(helm4, name):
     for cluster in clusters(rendered(name)):
         for group in cluster["workerGroupSpecs"]:
-            (container,) = group["template"]["spec"]["containers"]
+            container = group["template"]["spec"]["containers"][0]
             gpus = int(group["rayStartParams"]["num-gpus"])
             assert container["resources"]["limits"].get("nvidia.com/gpu", 0) == gpus
             assert container["resources"]["requests"].get("nvidia.com/gpu", 0) == gpus
@@ -122,7 +136,7 @@ def test_pods_ask_kubernetes_for_what_ray_is_told_of(helm4, name):
 
 def test_several_pods_make_one_replica_where_it_is_larger(helm4):
     (cluster,) = clusters(rendered("multi-node"))
-    (group,) = cluster["workerGroupSpecs"]
+    group = cluster["workerGroupSpecs"][0]
     assert (group["replicas"], group["numOfHosts"], group["rayStartParams"]["num-gpus"]) == (2, 2, "8")
 
 
@@ -136,11 +150,16 @@ def test_pods_come_and_go_between_the_bounds_of_the_models(helm4):
     assert bounds == {"large": [1, 1, 4], "small": [0, 1, 4]}
 
 
-def test_without_autoscaling_there_are_pods_for_the_most_replicas(helm4):
+def test_without_autoscaling_no_pods_are_rented_for_the_most_replicas_unless_they_are_asked_for(helm):
     more = ["--set", "models[0].model=demo,models[0].max_replicas=3"]
-    (cluster,) = clusters(helm4.template(None, *more))
-    (group,) = cluster["workerGroupSpecs"]
-    assert (group["minReplicas"], group["replicas"], group["maxReplicas"]) == (3, 3, 3)
+    refused = helm.run("template", "llm", str(CHART), *OPEN, *more)
+    assert refused.returncode != 0
+    said = "models[0].max_replicas: pods neither come nor go without autoscaling.enabled=true; set that, or "
+    assert f"{said}workerGroups[0].replicas=3 for pods that are always there" in refused.stderr
+    for way, pods in (("autoscaling.enabled=true", [1, 1, 3]), ("workerGroups[0].replicas=3", [3, 3, 3])):
+        (cluster,) = clusters(helm.template(None, *more, "--set", way))
+        (group,) = cluster["workerGroupSpecs"]
+        assert [group[name] for name in ("minReplicas", "replicas", "maxReplicas")] == pods
 
 
 def test_ray_is_started_with_what_squadron_serve_starts_it_with(helm4):
@@ -155,13 +174,24 @@ def test_ray_is_started_with_what_squadron_serve_starts_it_with(helm4):
 
 
 def test_a_pod_is_drained_within_the_time_that_it_has_to_terminate(helm4):
-    for grace, drained in ((300, 290), (5, 0)):
-        (cluster,) = clusters(helm4.template(None, "--set", f"terminationGracePeriodSeconds={grace}"))
+    for grace, before, drained in ((630, 5, 615), (300, 0, 290), (16, 5, 1)):
+        given = f"terminationGracePeriodSeconds={grace},preStopSeconds={before},app.drain_timeout={drained}"
+        (cluster,) = clusters(helm4.template(None, "--set", given))
         for pod in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
             spec = pod["template"]["spec"]
             env = {one["name"]: one.get("value") for one in spec["containers"][0]["env"]}
             assert spec["terminationGracePeriodSeconds"] == grace
             assert env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == str(drained)
+        (worker,) = cluster["workerGroupSpecs"]
+        (container,) = worker["template"]["spec"]["containers"]
+        waits = {"preStop": {"exec": {"command": ["sleep", str(before)]}}} if before else None
+        assert container.get("lifecycle") == waits
+
+
+def test_by_default_streams_have_the_time_that_the_app_gives_them(helm4):
+    (cluster,) = clusters(helm4.template())
+    for pod in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+        assert pod["template"]["spec"]["terminationGracePeriodSeconds"] > ClusterConfig("demo").drain_timeout
 
 
 def test_the_batch_runs_its_model_with_its_settings(helm4):

@@ -62,7 +62,8 @@ def test_every_container_of_ray_has_these_folders(helm4):
     for cluster in clusters(rendered("everything")):
         for pod in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
             spec = pod["template"]["spec"]
-            for container in [*spec.get("initContainers", []), *spec["containers"]]:
+            of_ray = [one for one in spec.get("initContainers", []) if one["name"] == "fetch-models"]
+            for container in [*of_ray, spec["containers"][0]]:
                 given = {one["name"]: one.get("value", "") for one in container["env"]}
                 mounts = [one["mountPath"] for one in container["volumeMounts"]]
                 for name in OF_AN_IMAGE:

@@ -34,7 +34,10 @@ workerGroupSpecs:
     numOfHosts: {{ int .hosts }}
     rayStartParams:
       num-cpus: {{ int .numCpus | quote }}
-      num-gpus: {{ ternary (int .ranks) 0 (not (empty .accelerator.resource)) | quote }}
+      num-gpus: {{ ternary (int .ranks) 0 (not (empty (include "squadron.accelerated" .))) | quote }}
+      {{- if .routers }}
+      resources: {{ printf "\"{\\\"%s\\\": 1000}\"" (include "squadron.routerResource" $root) | squote }}
+      {{- end }}
       object-store-memory: {{ int64 .objectStoreBytes | quote }}
     template:
       {{- include "squadron.workerPod" (dict "root" $root "group" . "batch" $.batch) | nindent 6 }}
@@ -64,7 +67,7 @@ resources:
   requests: {cpu: {{ $autoscaling.cpu | quote }}, memory: {{ quote $autoscaling.memory }}, ephemeral-storage: 100Mi}
   limits: {memory: {{ quote $autoscaling.memory }}, ephemeral-storage: 1Gi}
 securityContext:
-  {{- include "squadron.containerSecurity" .root | nindent 2 }}
+  {{- include "squadron.containerSecurity" list | nindent 2 }}
 env:
   - {name: HOME, value: /var/lib/squadron}
 volumeMounts:
@@ -96,12 +99,12 @@ spec:
         requests:
           cpu: {{ $head.cpu | quote }}
           memory: {{ quote $head.memory }}
-          ephemeral-storage: {{ include "squadron.diskRequest" $root | quote }}
+          ephemeral-storage: {{ include "squadron.diskRequest" (dict "root" $root "head" true) | quote }}
         limits:
           memory: {{ quote $head.memory }}
-          ephemeral-storage: {{ include "squadron.diskLimit" $root | quote }}
+          ephemeral-storage: {{ include "squadron.diskLimit" (dict "root" $root "head" true) | quote }}
       securityContext:
-        {{- include "squadron.containerSecurity" $root | nindent 8 }}
+        {{- include "squadron.containerSecurity" list | nindent 8 }}
       {{- $probes := list "raylet" "gcs" }}
       startupProbe:
         {{- include "squadron.probe" (dict "root" $root "probes" $probes "failures" $root.Values.probes.startupFailures) | nindent 8 }}
@@ -115,7 +118,7 @@ spec:
         - {name: batch, mountPath: /etc/squadron/batch, readOnly: true}
         {{- end }}
   volumes:
-    {{- include "squadron.volumes" (dict "root" $root "of" $head) | nindent 4 }}
+    {{- include "squadron.volumes" (dict "root" $root "of" $head "batch" .batch) | nindent 4 }}
     {{- if .batch }}
     - {name: batch, configMap: {name: {{ include "squadron.batchName" $root }}}}
     {{- end }}
@@ -133,30 +136,25 @@ spec:
 {{- $root := .root -}}
 {{- $group := .group -}}
 {{- $pod := dict "root" $root "of" $group "component" (ternary "batch-worker" "worker" .batch) -}}
-{{- $accelerators := dict -}}
-{{- with $group.accelerator.resource }}{{ $accelerators = dict . (int $group.ranks) }}{{ end -}}
-{{- $disk := dict "request" (include "squadron.diskRequest" $root) "limit" (include "squadron.diskLimit" $root) -}}
+{{- $own := dict "root" $root "group" $group "head" false -}}
+{{- $devices := dict -}}
+{{- with $group.accelerator.resource }}{{ $_ := set $devices . (int $group.ranks) }}{{ end -}}
+{{- range $name, $amount := $group.resources }}{{ $_ := set $devices $name $amount }}{{ end -}}
+{{- $disk := dict "request" (include "squadron.diskRequest" $own) "limit" (include "squadron.diskLimit" $own) -}}
 {{- $port := printf "--port=%d" (int $root.Values.service.port) -}}
 metadata:
   {{- include "squadron.podMetadata" $pod | nindent 2 }}
 spec:
   {{- include "squadron.podSpec" $pod | nindent 2 }}
-  {{- if $root.Values.modelCache.fetch }}
+  {{- $fetch := and $root.Values.modelCache.fetch (not (empty $group.models)) }}
+  {{- if or $fetch $group.initContainers }}
   initContainers:
-    - name: fetch-models
-      image: {{ include "squadron.image" $root | quote }}
-      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-      command: {{ concat (list "python" "-m" "deploy.fetch") $group.models $group.tokenizers | toJson }}
-      env:
-        {{- include "squadron.env" $root | nindent 8 }}
-      resources:
-        {{- /* It is over before the container starts that needs as much. */}}
-        requests: {cpu: 500m, memory: {{ quote $group.memory }}, ephemeral-storage: {{ quote $disk.request }}}
-        limits: {memory: {{ quote $group.memory }}, ephemeral-storage: {{ quote $disk.limit }}}
-      securityContext:
-        {{- include "squadron.containerSecurity" $root | nindent 8 }}
-      volumeMounts:
-        {{- include "squadron.volumeMounts" $root | nindent 8 }}
+    {{- with $group.initContainers }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+    {{- if $fetch }}
+    - {{- include "squadron.fetchContainer" $own | nindent 6 }}
+    {{- end }}
   {{- end }}
   containers:
     - name: ray-worker
@@ -166,14 +164,26 @@ spec:
         - {name: metrics, containerPort: 8080}
         - {name: serve, containerPort: {{ int $root.Values.service.port }}}
       env:
-        {{- include "squadron.env" $root | nindent 8 }}
+        {{- include "squadron.workerEnv" $own | nindent 8 }}
       resources:
         requests:
-          {{- merge (dict "cpu" $group.cpu "memory" $group.memory "ephemeral-storage" $disk.request) $accelerators | toYaml | nindent 10 }}
+          {{- merge (dict "cpu" $group.cpu "memory" $group.memory "ephemeral-storage" $disk.request) $devices | toYaml | nindent 10 }}
         limits:
-          {{- merge (dict "memory" $group.memory "ephemeral-storage" $disk.limit) $accelerators | toYaml | nindent 10 }}
+          {{- merge (dict "memory" $group.memory "ephemeral-storage" $disk.limit) $devices | toYaml | nindent 10 }}
+        {{- with $group.resourceClaims }}
+        claims:
+          {{- range . }}
+          - {name: {{ .name }}}
+          {{- end }}
+        {{- end }}
       securityContext:
-        {{- include "squadron.containerSecurity" $root | nindent 8 }}
+        {{- include "squadron.containerSecurity" $group.capabilities | nindent 8 }}
+      {{- /* Clients' load balancers hear that the pod ends while it still takes connections. */}}
+      {{- with int $root.Values.preStopSeconds }}
+      lifecycle:
+        preStop:
+          exec: {command: [sleep, {{ quote . }}]}
+      {{- end }}
       startupProbe:
         {{- include "squadron.probe" (dict "root" $root "probes" (list "raylet") "failures" $root.Values.probes.startupFailures) | nindent 8 }}
       livenessProbe:
@@ -182,7 +192,13 @@ spec:
         {{- $probes := ternary (list "raylet") (list "raylet" "app" $port) .batch }}
         {{- include "squadron.probe" (dict "root" $root "probes" $probes "failures" $root.Values.probes.readinessFailures) | nindent 8 }}
       volumeMounts:
-        {{- include "squadron.volumeMounts" $root | nindent 8 }}
+        {{- include "squadron.workerMounts" $own | nindent 8 }}
+    {{- with $group.sidecars }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   volumes:
-    {{- include "squadron.volumes" (dict "root" $root "of" $group) | nindent 4 }}
+    {{- include "squadron.volumes" (dict "root" $root "of" $group "batch" .batch) | nindent 4 }}
+    {{- if $fetch }}
+    - {name: fetch, configMap: {name: {{ include (ternary "squadron.batchName" "squadron.fetchName" .batch) $root }}}}
+    {{- end }}
 {{- end -}}

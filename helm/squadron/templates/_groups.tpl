@@ -1,11 +1,57 @@
-{{/* The models with their places in the list, as JSON: {"models": [{"number": 0, "model": {...}, "group": "workers"}]} */}}
-{{- define "squadron.models" -}}
+{{/* All worker groups in their order, with what their user left open, as JSON: {"groups": [...]}. */}}
+{{- define "squadron.allGroups" -}}
+{{- $groups := list -}}
 {{- $names := list -}}
-{{- range $number, $group := .Values.workerGroups -}}
+{{- range $number, $given := .Values.workerGroups -}}
+{{- $group := $.Files.Get "defaults/worker-group.yaml" | fromYaml -}}
+{{- range $key, $value := $given }}{{ $_ := set $group $key $value }}{{ end -}}
+{{- if not $group.name -}}
+{{- if $number }}{{ fail (printf "workerGroups[%d].name: is missing, which only the first group may; give one such as workers-%d" $number $number) }}{{ end -}}
+{{- $_ := set $group "name" "workers" -}}
+{{- end -}}
 {{- if has $group.name $names -}}
 {{- fail (printf "workerGroups[%d].name: %q is the name of another group; give it another, such as %s-%d" $number $group.name $group.name $number) -}}
 {{- end -}}
 {{- $names = append $names $group.name -}}
+{{- include "squadron.checkDevices" (dict "number" $number "group" $group) -}}
+{{- $groups = append $groups $group -}}
+{{- end -}}
+{{- dict "groups" $groups | toJson -}}
+{{- end -}}
+
+{{/* Refuses what would contradict the chart's own resources and variables. number; group. */}}
+{{- define "squadron.checkDevices" -}}
+{{- $group := .group -}}
+{{- $claims := list -}}
+{{- range $group.resourceClaims }}{{ $claims = append $claims .name }}{{ end -}}
+{{- with $group.accelerator.claim -}}
+{{- if $group.accelerator.resource -}}
+{{- fail (printf "workerGroups[%d].accelerator.claim: ranks take %s already; give resource or claim" $.number $group.accelerator.resource) -}}
+{{- end -}}
+{{- if not (has . $claims) -}}
+{{- fail (printf "workerGroups[%d].accelerator.claim: %q is none of resourceClaims; add one such as {name: %s, resourceClaimTemplateName: %s}" $.number . . .) -}}
+{{- end -}}
+{{- end -}}
+{{- range $name, $_ := $group.resources -}}
+{{- if has $name (list "cpu" "memory" "ephemeral-storage" $group.accelerator.resource) -}}
+{{- fail (printf "workerGroups[%d].resources: %s is asked for already; set cpu, memory, disk.request or ranksPerPod, and give others here, such as rdma/hca: 1" $.number $name) -}}
+{{- end -}}
+{{- end -}}
+{{- range $name, $_ := $group.nccl -}}
+{{- if not (hasPrefix "NCCL_" $name) -}}
+{{- fail (printf "workerGroups[%d].nccl: %s is no setting of NCCL, such as NCCL_SOCKET_IFNAME; put it into env" $.number $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The models with their places in the list, as JSON: {"models": [{"number": 0, "model": {...}, "group": "workers"}]} */}}
+{{- define "squadron.models" -}}
+{{- $names := list -}}
+{{- range (include "squadron.allGroups" . | fromJson).groups }}{{ $names = append $names .name }}{{ end -}}
+{{- with .Values.routers.workerGroup -}}
+{{- if not (has . $names) -}}
+{{- fail (printf "routers.workerGroup: there is no worker group %q; known: %s" . (join ", " $names)) -}}
+{{- end -}}
 {{- end -}}
 {{- $models := list -}}
 {{- $owners := dict -}}
@@ -13,6 +59,9 @@
 {{- $group := default (first $names) $model.workerGroup -}}
 {{- if not (has $group $names) -}}
 {{- fail (printf "models[%d].workerGroup: there is no worker group %q; known: %s" $number $group (join ", " $names)) -}}
+{{- end -}}
+{{- if eq $group $.Values.routers.workerGroup -}}
+{{- fail (printf "routers.workerGroup: models[%d] runs in %q; give routers a group of their own, and models[%d].workerGroup another" $number $group $number) -}}
 {{- end -}}
 {{- include "squadron.checkReplicas" (dict "number" $number "model" $model) -}}
 {{- include "squadron.checkBlocks" (dict "number" $number "model" $model) -}}
@@ -76,9 +125,9 @@
 {{- $_ := set $settings $key $value -}}
 {{- end -}}
 {{- end -}}
-{{- range .root.Values.workerGroups -}}
+{{- range (include "squadron.allGroups" .root | fromJson).groups -}}
 {{- if eq .name $.model.group -}}
-{{- $accelerated := not (empty (dig "accelerator" "resource" "" .)) -}}
+{{- $accelerated := not (empty (include "squadron.accelerated" .)) -}}
 {{- if and (hasPrefix "cuda" (toString $settings.device)) (not $accelerated) -}}
 {{- fail (printf "models[%d].device: %s, but pods of workerGroups %q have no GPUs; give that accelerator.resource, such as nvidia.com/gpu" (int $.model.number) $settings.device .name) -}}
 {{- end -}}
@@ -93,23 +142,28 @@
 {{- define "squadron.groups" -}}
 {{- $root := .root -}}
 {{- $groups := list -}}
-{{- range $number, $given := $root.Values.workerGroups -}}
-{{- $group := $root.Files.Get "defaults/worker-group.yaml" | fromYaml -}}
-{{- range $key, $value := $given }}{{ $_ := set $group $key $value }}{{ end -}}
+{{- $apart := $root.Values.routers.workerGroup -}}
+{{- range $number, $group := (include "squadron.allGroups" $root | fromJson).groups -}}
 {{- $models := list -}}
 {{- range $.models }}{{ if eq .group $group.name }}{{ $models = append $models . }}{{ end }}{{ end -}}
 {{- if $models -}}
-{{- $groups = append $groups (include "squadron.sizedGroup" (dict "root" $root "group" $group "models" $models "first" (eq $number 0)) | fromJson) -}}
-{{- else if not $.lone -}}
-{{- fail (printf "workerGroups[%d].name: no model runs in %q; name it in models[].workerGroup, or leave the group out" $number $group.name) -}}
+{{- $keep := and (eq $number 0) (not $apart) -}}
+{{- $groups = append $groups (include "squadron.sizedGroup" (dict "root" $root "group" $group "number" $number "models" $models "keep" $keep) | fromJson) -}}
+{{- else if $.lone -}}
+{{- else if eq $group.name $apart -}}
+{{- $groups = append $groups (include "squadron.routerGroup" (dict "root" $root "group" $group "number" $number) | fromJson) -}}
+{{- else -}}
+{{- fail (printf "workerGroups[%d].name: no model runs in %q; name it in models[].workerGroup or routers.workerGroup, or leave the group out" $number $group.name) -}}
 {{- end -}}
 {{- end -}}
 {{- dict "groups" $groups | toJson -}}
 {{- end -}}
 
 {{/* One group with the numbers of its pods, as JSON. A replica that fits into a pod shares it with others of its model; a
-     larger one has a set of pods (numOfHosts) of its own. serving: pods at least that hold a replica's rank 0: Serve has
-     a proxy there and nowhere else, and only a pod with a proxy becomes ready. */}}
+     larger one has a set of pods (numOfHosts) of its own. Their size follows the models' ranks and not how many routers
+     or replicas there are: KubeRay builds another cluster for other pods, and not for more of them.
+     serving: pods at least that hold a replica's rank 0: Serve has a proxy there and nowhere else, and only a pod with a
+     proxy becomes ready. keep: whether one pod stays for routers. */}}
 {{- define "squadron.sizedGroup" -}}
 {{- $group := .group -}}
 {{- $largest := 1 -}}
@@ -139,6 +193,9 @@
 {{- $hosts = $own -}}
 {{- $replicas := int (default 1 .model.replicas) -}}
 {{- $upTo := int (default $replicas .model.max_replicas) -}}
+{{- if and .model.max_replicas (not $.root.Values.autoscaling.enabled) (kindIs "invalid" $group.replicas) -}}
+{{- fail (printf "models[%d].max_replicas: pods neither come nor go without autoscaling.enabled=true; set that, or workerGroups[%d].replicas=%d for pods that are always there" (int .number) (int $.number) (add $most (ceil (divf $upTo $perPod)))) -}}
+{{- end -}}
 {{- $from := $replicas -}}
 {{- if .model.max_replicas -}}
 {{- $from = ternary 1 (int .model.min_replicas) (kindIs "invalid" .model.min_replicas) -}}
@@ -148,10 +205,9 @@
 {{- $leastRanks = add $leastRanks (mul $from $size) -}}
 {{- $most = add $most (ceil (divf $upTo $perPod)) -}}
 {{- end -}}
-{{- if not .root.Values.autoscaling.enabled }}{{ $start = $most }}{{ $least = $most }}{{ end -}}
 {{- if not (kindIs "invalid" $group.replicas) }}{{ $start = $group.replicas }}{{ end -}}
 {{- if .root.Values.autoscaling.enabled -}}
-{{- if .first }}{{ $least = max 1 $least }}{{ end -}}
+{{- if .keep }}{{ $least = max 1 $least }}{{ end -}}
 {{- if not (kindIs "invalid" $group.minReplicas) }}{{ $least = $group.minReplicas }}{{ end -}}
 {{- if not (kindIs "invalid" $group.maxReplicas) }}{{ $most = $group.maxReplicas }}{{ end -}}
 {{- $start = max $start $least -}}
@@ -161,17 +217,58 @@
 {{- else -}}
 {{- $least = $start }}{{ $most = $start -}}
 {{- end -}}
-{{- $beside := max 1 (ceil (mulf 0.25 (add 1 (int (default 1 .root.Values.app.routers))))) -}}
-{{- $cpu := default (addf (mulf $ranks $cpus) $beside | toString) (toString (default "" $group.cpu)) -}}
-{{- $numCpus := ternary (divf (trimSuffix "m" $cpu | float64) 1000) (float64 $cpu) (hasSuffix "m" $cpu) | ceil -}}
+{{- $cpu := default (addf (mulf $ranks $cpus) 1 | toString) (toString (default "" $group.cpu)) -}}
+{{- $numCpus := include "squadron.numCpus" $cpu | int -}}
 {{- $names := list -}}
 {{- $tokenizers := list -}}
 {{- range .models -}}
 {{- $names = append $names .model.model -}}
-{{- with .model.tokenizer }}{{ $tokenizers = append $tokenizers (printf "--tokenizer=%s" .) }}{{ end -}}
+{{- with .model.tokenizer }}{{ $tokenizers = append $tokenizers . }}{{ end -}}
 {{- end -}}
 {{- $serving := min (ceil (divf $leastRanks (mul $ranks $hosts))) (mul $least $hosts) -}}
-{{- $sized := dict "models" (uniq $names) "tokenizers" (uniq $tokenizers) "ranks" $ranks "hosts" $hosts "serving" $serving "replicas" $start "minReplicas" $least "maxReplicas" $most "cpu" $cpu "numCpus" $numCpus -}}
+{{- $sized := dict "models" (uniq $names) "tokenizers" (uniq $tokenizers) "ranks" $ranks "hosts" $hosts "serving" $serving "replicas" $start "minReplicas" $least "maxReplicas" $most "cpu" $cpu "numCpus" $numCpus "rankCpus" (mulf $ranks $cpus) -}}
 {{- range $key, $value := $sized }}{{ $_ := set $group $key $value }}{{ end -}}
 {{- toJson $group -}}
+{{- end -}}
+
+{{/* The group of the routers alone, as JSON: where nothing is said, a pod for each. root; group; number. */}}
+{{- define "squadron.routerGroup" -}}
+{{- $group := .group -}}
+{{- if include "squadron.accelerated" $group -}}
+{{- fail (printf "workerGroups[%d].accelerator: routers use none, and %q is theirs (routers.workerGroup); leave it out" (int .number) $group.name) -}}
+{{- end -}}
+{{- $routers := int (default 1 .root.Values.app.routers) -}}
+{{- $cpu := default "2" (toString (default "" $group.cpu)) -}}
+{{- $pods := $routers -}}
+{{- if not (kindIs "invalid" $group.replicas) }}{{ $pods = int $group.replicas }}{{ end -}}
+{{- $sized := dict "models" list "tokenizers" list "ranks" 0 "hosts" 1 "serving" (min $pods $routers) "replicas" $pods "minReplicas" $pods "maxReplicas" $pods "cpu" $cpu "numCpus" (include "squadron.numCpus" $cpu | int) "rankCpus" 0 "routers" true -}}
+{{- range $key, $value := $sized }}{{ $_ := set $group $key $value }}{{ end -}}
+{{- toJson $group -}}
+{{- end -}}
+
+{{/* CPUs that Ray is told of: whole ones. */}}
+{{- define "squadron.numCpus" -}}
+{{ ternary (divf (trimSuffix "m" . | float64) 1000) (float64 (trimSuffix "m" .)) (hasSuffix "m" .) | ceil | int }}
+{{- end -}}
+
+{{/* Refuses more routers than the pods have CPUs for, which would wait for ever. root; groups: of squadron.groups. */}}
+{{- define "squadron.checkRouters" -}}
+{{- $known := .root.Files.Get "defaults/app.yaml" | fromYaml -}}
+{{- $routers := int (default 1 .root.Values.app.routers) -}}
+{{- $needed := mulf $routers $known.router_cpus -}}
+{{- if .root.Values.app.batch_dir }}{{ $needed = addf $needed $known.batches_cpus }}{{ end -}}
+{{- $apart := .root.Values.routers.workerGroup -}}
+{{- $room := 0.0 -}}
+{{- range .groups -}}
+{{- if or (not $apart) .routers -}}
+{{- $each := mulf (floor (divf (subf .numCpus .rankCpus) $known.router_cpus)) $known.router_cpus -}}
+{{- $room = addf $room (mulf .replicas .hosts (maxf 0.0 $each)) -}}
+{{- end -}}
+{{- end -}}
+{{- if gt $needed $room -}}
+{{- $first := index .groups 0 -}}
+{{- range .groups }}{{ if .routers }}{{ $first = . }}{{ end }}{{ end -}}
+{{- $more := divf (subf $needed $room) (max 1 (int (mulf $first.replicas $first.hosts))) | ceil -}}
+{{- fail (printf "app.routers: %d take %v CPUs with what runs beside them, and pods have %v to spare; give fewer, or pods of workerGroups %q more with cpu=%v" $routers $needed $room $first.name (addf $first.numCpus $more)) -}}
+{{- end -}}
 {{- end -}}

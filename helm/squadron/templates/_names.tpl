@@ -16,12 +16,14 @@
 {{- $name -}}
 {{- end -}}
 
-{{/* Refuses labels by which KubeRay, or the chart's own policies and budgets, find pods. labels; whose. */}}
+{{/* Refuses labels by which KubeRay, or the chart's own policies and budgets, find pods. Those that tell KubeRay how to
+     schedule the pods of a cluster together are the user's. labels; whose. */}}
 {{- define "squadron.refuseLabels" -}}
 {{- $taken := list "name" "created-by" "instance" "part-of" "component" "managed-by" "version" -}}
 {{- $whose := .whose -}}
 {{- range $label, $_ := .labels -}}
-{{- if or (hasPrefix "ray.io/" $label) (and (hasPrefix "app.kubernetes.io/" $label) (has (trimPrefix "app.kubernetes.io/" $label) $taken)) -}}
+{{- $gang := has $label (list "ray.io/gang-scheduling-enabled" "ray.io/scheduler-name" "ray.io/priority-class-name") -}}
+{{- if or (and (hasPrefix "ray.io/" $label) (not $gang)) (and (hasPrefix "app.kubernetes.io/" $label) (has (trimPrefix "app.kubernetes.io/" $label) $taken)) -}}
 {{- fail (printf "%s: %s is KubeRay's or the chart's own, to find pods by; take another, such as example.com/team" $whose $label) -}}
 {{- end -}}
 {{- end -}}
@@ -51,15 +53,50 @@ app.kubernetes.io/part-of: squadron
 {{ include "squadron.fullname" . }}-serve-svc
 {{- end -}}
 
+{{/* One image for all pods: Ray's processes must be of one version. CUDA's libraries are in that for GPUs alone. */}}
 {{- define "squadron.image" -}}
 {{- $image := .Values.image -}}
+{{- $name := $image.repository -}}
+{{- with $image.registry }}{{ $name = printf "%s/%s" . $name }}{{ end -}}
+{{- $tag := .Chart.AppVersion -}}
+{{- range .Values.workerGroups -}}
+{{- if include "squadron.accelerated" . }}{{ $tag = printf "%s-cuda" $.Chart.AppVersion }}{{ end -}}
+{{- end -}}
 {{- if $image.digest -}}
-{{ $image.repository }}@{{ $image.digest }}
+{{ $name }}@{{ $image.digest }}
 {{- else -}}
-{{ $image.repository }}:{{ default .Chart.AppVersion $image.tag }}
+{{ $name }}:{{ default $tag $image.tag }}
 {{- end -}}
 {{- end -}}
 
+{{/* "true" where ranks of a worker group have accelerators. */}}
+{{- define "squadron.accelerated" -}}
+{{- if or (dig "accelerator" "resource" "" .) (dig "accelerator" "claim" "" .) }}true{{ end -}}
+{{- end -}}
+
+{{/* Access modes of the release's claim, as JSON: for several nodes only where several pods may mount it at a time. */}}
+{{- define "squadron.cacheModes" -}}
+{{- $pods := 0 -}}
+{{- $models := (include "squadron.models" . | fromJson).models -}}
+{{- $clusters := list -}}
+{{- if .Values.service.enabled }}{{ $clusters = append $clusters (dict "root" . "models" $models "lone" false) }}{{ end -}}
+{{- if .Values.batch.enabled }}{{ $clusters = append $clusters (dict "root" . "models" (list (include "squadron.batchModel" . | fromJson)) "lone" true) }}{{ end -}}
+{{- range $clusters -}}
+{{- range (include "squadron.groups" . | fromJson).groups }}{{ $pods = add $pods (mul (int .maxReplicas) (int .hosts)) }}{{ end -}}
+{{- end -}}
+{{- $modes := .Values.modelCache.accessModes -}}
+{{- if $modes -}}
+{{- if and (gt $pods 1) (not (has "ReadWriteMany" $modes)) -}}
+{{- fail (printf "modelCache.accessModes: %d pods mount the claim, and only those on one node can with %s; give [ReadWriteMany], or modelCache.type=ephemeral" $pods (join ", " $modes)) -}}
+{{- end -}}
+{{- else -}}
+{{- $updated := and .Values.service.enabled (ne .Values.upgrade.type "None") -}}
+{{- $modes = list (ternary "ReadWriteMany" "ReadWriteOnce" (or $updated (gt $pods 1))) -}}
+{{- end -}}
+{{- toJson $modes -}}
+{{- end -}}
+
+{{/* The claim that worker pods share, if they do. */}}
 {{- define "squadron.cacheClaim" -}}
 {{- $cache := .Values.modelCache -}}
 {{- if eq $cache.type "pvc" -}}

@@ -30,9 +30,20 @@
 - {name: RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S, value: "20"}
 - {name: RAY_SERVE_PROXY_GRACEFUL_SHUTDOWN_TIMEOUT_S, value: "0.5"}
 {{- /* On SIGTERM Ray drains the pod's node, and waits for so long until what runs there has gone elsewhere. */}}
-- {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: {{ max 0 (sub (int .Values.terminationGracePeriodSeconds) 10) | quote }}}
+- {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: {{ sub (int .Values.terminationGracePeriodSeconds) (add (int .Values.preStopSeconds) 10) | max 0 | quote }}}
 - {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "cluster.ingress.guard:proxy_middlewares"}
 {{- with .Values.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Environment of a worker's Ray containers. root; group. */}}
+{{- define "squadron.workerEnv" -}}
+{{- include "squadron.env" .root }}
+{{- range $name, $value := .group.nccl }}
+- {name: {{ $name }}, value: {{ quote $value }}}
+{{- end }}
+{{- with .group.env }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
@@ -48,11 +59,16 @@ fsGroupChangePolicy: OnRootMismatch
 seccompProfile: {type: RuntimeDefault}
 {{- end -}}
 
+{{/* What is given are capabilities that a container has all the same. */}}
 {{- define "squadron.containerSecurity" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
 runAsNonRoot: true
-capabilities: {drop: [ALL]}
+capabilities:
+  drop: [ALL]
+  {{- with . }}
+  add: {{ toJson . }}
+  {{- end }}
 seccompProfile: {type: RuntimeDefault}
 {{- end -}}
 
@@ -69,29 +85,50 @@ seccompProfile: {type: RuntimeDefault}
 {{- end }}
 {{- end -}}
 
+{{/* root; group. */}}
+{{- define "squadron.workerMounts" -}}
+{{- include "squadron.volumeMounts" .root }}
+{{- with .group.volumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
 {{/* The bytes of a quantity such as 4Gi. */}}
 {{- define "squadron.bytes" -}}
 {{- $units := dict "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "m" 0.001 -}}
 {{- mulf (regexFind "^[0-9.]+" . | float64) (default 1.0 (get $units (regexFind "[A-Za-z]*$" .))) | int64 -}}
 {{- end -}}
 
-{{/* What a pod may write to its node's disk: its volumes there, and a Gi for what its containers print. */}}
+{{/* The size of a pod's cache of models on its node's disk; empty = it lies elsewhere. The head has a small one of its own,
+     as it reads no weights: where it shared the workers' claim, that might tie both to one node. root; head: whether. */}}
+{{- define "squadron.cacheOnDisk" -}}
+{{- $values := .root.Values -}}
+{{- if eq $values.modelCache.type "none" -}}
+{{ $values.modelCache.size }}
+{{- else if .head -}}
+{{ $values.disk.home }}
+{{- end -}}
+{{- end -}}
+
+{{/* What a pod may write to its node's disk: its volumes there, and a Gi for what its containers print. root; head. */}}
 {{- define "squadron.diskLimit" -}}
-{{- $room := addf (include "squadron.bytes" .Values.disk.tmp) (include "squadron.bytes" .Values.disk.home) 1073741824.0 -}}
-{{- if eq .Values.modelCache.type "none" }}{{ $room = addf $room (include "squadron.bytes" .Values.modelCache.size) }}{{ end -}}
+{{- $disk := .root.Values.disk -}}
+{{- $room := addf (include "squadron.bytes" $disk.tmp) (include "squadron.bytes" $disk.home) 1073741824.0 -}}
+{{- with include "squadron.cacheOnDisk" . }}{{ $room = addf $room (include "squadron.bytes" .) }}{{ end -}}
 {{ divf $room 1073741824.0 | ceil | int64 }}Gi
 {{- end -}}
 
-{{/* What a pod asks of its node's disk. Refused where it may not write as much. */}}
+{{/* What a pod asks of its node's disk. Refused where it may not write as much. root; head. */}}
 {{- define "squadron.diskRequest" -}}
 {{- $most := include "squadron.diskLimit" . -}}
-{{- if gt (include "squadron.bytes" .Values.disk.request | int64) (include "squadron.bytes" $most | int64) -}}
-{{- fail (printf "disk.request: %s is more than the %s that a pod may write; raise disk.tmp or disk.home, or give at most %s" .Values.disk.request $most $most) -}}
+{{- $request := .root.Values.disk.request -}}
+{{- if gt (include "squadron.bytes" $request | int64) (include "squadron.bytes" $most | int64) -}}
+{{- fail (printf "disk.request: %s is more than the %s that a pod may write; raise disk.tmp or disk.home, or give at most %s" $request $most $most) -}}
 {{- end -}}
-{{ .Values.disk.request }}
+{{ $request }}
 {{- end -}}
 
-{{/* root; of: head or worker group. */}}
+{{/* root; of: head or worker group; batch: whether the pod is that of a batch, whose head reads an existing claim. */}}
 {{- define "squadron.volumes" -}}
 {{- $values := .root.Values -}}
 {{- $room := include "squadron.bytes" .of.sharedMemory | int64 -}}
@@ -103,11 +140,24 @@ seccompProfile: {type: RuntimeDefault}
 - {name: tmp, emptyDir: {sizeLimit: {{ quote $values.disk.tmp }}}}
 - {name: home, emptyDir: {sizeLimit: {{ quote $values.disk.home }}}}
 - {name: shared-memory, emptyDir: {medium: Memory, sizeLimit: {{ quote .of.sharedMemory }}}}
+{{- $cache := $values.modelCache }}
 {{- $claim := include "squadron.cacheClaim" .root }}
-{{- if $claim }}
+{{- $head := empty .of.name }}
+{{- if and $claim (or (not $head) (and .batch (eq $cache.type "existingClaim"))) }}
 - {name: models, persistentVolumeClaim: {claimName: {{ quote $claim }}}}
+{{- else if and (eq $cache.type "ephemeral") (not $head) }}
+- name: models
+  ephemeral:
+    volumeClaimTemplate:
+      spec:
+        accessModes: [ReadWriteOnce]
+        {{- if not (kindIs "invalid" $cache.storageClassName) }}
+        storageClassName: {{ quote $cache.storageClassName }}
+        {{- end }}
+        resources:
+          requests: {storage: {{ quote $cache.size }}}
 {{- else }}
-- {name: models, emptyDir: {sizeLimit: {{ quote $values.modelCache.size }}}}
+- {name: models, emptyDir: {sizeLimit: {{ include "squadron.cacheOnDisk" (dict "root" .root "head" $head) | quote }}}}
 {{- end }}
 {{- with $values.apiKeys.existingSecret }}
 - name: keys
@@ -118,12 +168,18 @@ seccompProfile: {type: RuntimeDefault}
       - {key: {{ quote $values.apiKeys.fileKey }}, path: keys.yaml}
       - {key: {{ quote $values.apiKeys.probeKey }}, path: probe-key}
 {{- end }}
-{{- range $number, $volume := $values.extraVolumes }}
-{{- if has $volume.name (list "tmp" "home" "shared-memory" "models" "keys" "batch" "kubernetes-token") }}
-{{- fail (printf "extraVolumes[%d].name: %s is a volume of the chart; take another, such as my-%s" $number $volume.name $volume.name) }}
+{{- range $whose, $volumes := dict "extraVolumes" $values.extraVolumes "volumes" .of.volumes }}
+{{- if eq $whose "volumes" }}{{ $whose = printf "workerGroups %q.volumes" $.of.name }}{{ end }}
+{{- range $number, $volume := $volumes }}
+{{- if has $volume.name (list "tmp" "home" "shared-memory" "models" "keys" "batch" "fetch" "kubernetes-token") }}
+{{- fail (printf "%s[%d].name: %s is a volume of the chart; take another, such as my-%s" $whose $number $volume.name $volume.name) }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- with $values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- with .of.volumes }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
@@ -142,7 +198,7 @@ failureThreshold: {{ int .failures }}
 {{- $values := .root.Values -}}
 automountServiceAccountToken: false
 enableServiceLinks: false
-{{- with $values.serviceAccountName }}
+{{- with default $values.serviceAccountName .of.serviceAccountName }}
 serviceAccountName: {{ quote . }}
 {{- end }}
 {{- with $values.image.pullSecrets }}
@@ -154,7 +210,7 @@ imagePullSecrets:
 securityContext:
   {{- include "squadron.podSecurity" .root | nindent 2 }}
 terminationGracePeriodSeconds: {{ int $values.terminationGracePeriodSeconds }}
-{{- range $key := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" "priorityClassName" "runtimeClassName" }}
+{{- range $key := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" "priorityClassName" "runtimeClassName" "schedulerName" "resourceClaims" }}
 {{- with get $.of $key }}
 {{ $key }}: {{ toYaml . | nindent 2 }}
 {{- end }}

@@ -170,8 +170,16 @@ def test_serve_calls_the_policy_with_its_settings():
     policy = config.policy.get_policy()(**config.policy.policy_kwargs)
     assert isinstance(policy, ReplicaScaling) or type(policy).__name__ == "ReplicaScaling"
     busy = {name: {"a": [SimpleNamespace(value=1.25)]} for name in replica_stats(EngineStats(), 1, 0, QueueState())}
-    context = SimpleNamespace(raw_metrics=busy, current_num_replicas=1, target_num_replicas=1)
+    bounds_now = {"capacity_adjusted_min_replicas": 0, "capacity_adjusted_max_replicas": 3}
+    context = SimpleNamespace(raw_metrics=busy, current_num_replicas=1, target_num_replicas=1, **bounds_now)
     assert policy(context) == (2, {})
+    context.capacity_adjusted_max_replicas = 1
+    assert policy(context) == (1, {}), "the bounds are those of now, without another policy"
+
+
+def test_a_policy_holds_no_bounds_with_which_serve_would_take_it_for_another_one():
+    assert autoscaling_config(bounds(0, 3), 1).policy == autoscaling_config(bounds(2, 9), 5).policy
+    assert autoscaling_config(bounds(0, 3), 1).policy != autoscaling_config(bounds(0, 3, target_ttft=1.0), 1).policy
 
 
 def test_speed_is_what_a_full_step_computes_and_fades():

@@ -19,14 +19,14 @@ from cluster.deployments.router_host import OtherRouters
 from cluster.errors import ReplicaStartError
 from cluster.lifecycle import app_status, updates
 from cluster.lifecycle.app_status import AppPicture, AppState, AppWatch, DeploymentState, one_line
-from cluster.lifecycle.updates import StartupWait, UpdateFailedError, fits, surge_percent
+from cluster.lifecycle.updates import ONE_MORE, StartupWait, UpdateFailedError, fits
 from cluster.resources import app_resources
 from cluster.router.readiness import OLD_SECONDS
 from engine.errors import CheckpointError
 
 
 def test_an_update_starts_one_copy_more_than_there_are() -> None:
-    assert {math.ceil(surge_percent(copies) * copies / 100) for copies in range(1, 101)} == {1}
+    assert {math.ceil(ONE_MORE * copies / 100) for copies in range(1, 101)} == {1}
 
 
 def test_room_is_for_a_replica_of_each_model_and_a_router() -> None:
