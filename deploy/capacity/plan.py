@@ -56,7 +56,7 @@ def plan_cheapest(
 
     Raises `ConfigError` where none bears it, and `CheckpointError`.
     """
-    model = read_model_config(resolve_model(config.model), config.model_impl)
+    model = read_model_config(resolve_model(config.source), config.model_impl, config.hf_overrides)
     candidates = choose(config, model, wanted, prices, ranks)
     best = candidates[0]
     sized = replace(config, tensor_parallel_size=best.ranks)

@@ -127,7 +127,8 @@ class Steps:
         self._in_layers = found.layer_products * self._rate / fit.gpu.flops(product_dtype(config, model))
         quantization = quantization_of(config, model.quantization)
         widened = quantization is not None and quantization.widened
-        self._widening = 2 * getattr(torch, config.dtype).itemsize * found.layer_products if widened else 0
+        products = found.layer_products - found.grouped_products
+        self._widening = 2 * getattr(torch, config.dtype).itemsize * products if widened else 0
         self._bandwidth = fit.gpu.bytes_per_second
         self._layers = Counter((layer, layer.window or config.context_len) for layer in found.attention)
         self._written = sum(layer.token_bytes for layer in found.attention)  # what one new token adds to the cache

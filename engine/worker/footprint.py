@@ -111,6 +111,7 @@ class Footprint:
     `max_num_batched_tokens` prompt tokens and `max_num_seqs` sequences holds beside them, as eager torch runs it.
     graph_bytes: what CUDA graphs hold of their own.
     layer_products, head_products: weights that a token is multiplied by in the layers, and for its logits.
+    grouped_products: of those in the layers, experts' that multiply in one launch.
     read_bytes: weights that a step reads; an embedding's rows are looked up, not read.
     attention: of each layer that attends. block_bytes: of one KV block. state_bytes: of the recurrent state of one
     sequence, 0 where there is none. no_attention: why no attention made for GPUs takes this model so, None where one
@@ -122,6 +123,7 @@ class Footprint:
     step_bytes: int
     graph_bytes: int
     layer_products: int
+    grouped_products: int
     head_products: int
     read_bytes: int
     attention: tuple[AttentionWork, ...]
@@ -136,10 +138,8 @@ def footprint_of(config: EngineConfig, model: ModelConfig) -> Footprint:
     built = build_blueprint(config, model)
     specs, _ = attention_specs(built.cached, config, META)
     weights = sum(weight.nbytes for weight in built.parameters())
-    inside = sum(
-        part.weight.numel() * (part.method.numbers if isinstance(part, ParallelLinear) else 1)
-        for part in built.layers.modules()
-        if isinstance(part, ParallelLinear | HeadProducts)
+    grouped = sum(
+        _products(part) for part in built.layers.modules() if isinstance(part, Experts) and part.grouped is not None
     )
     no_attention = next((why for spec in specs if (why := _why_no_attention(spec))), None)
     lookup = 0 if built.head.weight is built.table else built.table.nbytes
@@ -153,7 +153,8 @@ def footprint_of(config: EngineConfig, model: ModelConfig) -> Footprint:
         weight_bytes=weights + _table_bytes(built),
         step_bytes=0,
         graph_bytes=0,
-        layer_products=inside,
+        layer_products=_products(built.layers),
+        grouped_products=grouped,
         head_products=built.head.weight.numel(),
         read_bytes=weights - lookup,
         attention=tuple(attention),
@@ -168,6 +169,15 @@ def footprint_of(config: EngineConfig, model: ModelConfig) -> Footprint:
     found = replace(found, step_bytes=step_bytes(config, built), graph_bytes=graphs)
     built.layers = layers
     return replace(found, counts=_step_counts(config, built))
+
+
+def _products(layers: nn.Module) -> int:
+    """Return the weights of all products inside `layers`."""
+    return sum(
+        part.weight.numel() * (part.method.numbers if isinstance(part, ParallelLinear) else 1)
+        for part in layers.modules()
+        if isinstance(part, ParallelLinear | HeadProducts)
+    )
 
 
 def _parameters(config: EngineConfig, model: ModelConfig, built: CausalLM) -> int:

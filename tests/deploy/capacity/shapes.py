@@ -38,7 +38,28 @@ QWEN3_8B = QWEN3_06B | {
     "intermediate_size": 12288,
     "tie_word_embeddings": False,
 }
-MODELS = {"qwen3-0.6b": QWEN3_06B, "qwen3-8b": QWEN3_8B, "llama-8b": LLAMA_8B, "llama-70b": LLAMA_70B}
+QWEN3_30B_A3B = QWEN3_06B | {  # https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "tie_word_embeddings": False,
+}
+MODELS = {
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "qwen3-0.6b": QWEN3_06B,
+    "qwen3-8b": QWEN3_8B,
+    "llama-8b": LLAMA_8B,
+    "llama-70b": LLAMA_70B,
+}
 
 
 @cache

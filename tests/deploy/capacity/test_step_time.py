@@ -97,6 +97,15 @@ def test_int8_is_read_as_it_is_by_few_rows_and_widened_for_many():
     assert Steps(held()).decode(65, 10).memory < many.memory, "then plain weights are sooner read"
 
 
+def test_experts_in_one_launch_are_never_widened():
+    """Of a quantised model with experts only attention is made plain for more than a few rows."""
+    found = held("qwen3-30b-a3b", quantization="int4")
+    outside = found.footprint.layer_products - found.footprint.grouped_products
+    few, many = Steps(found).decode(64, 1), Steps(found).decode(65, 1)
+    assert 0 < outside < found.footprint.grouped_products / 10
+    assert (many.memory - few.memory) * 4.8e12 == pytest.approx(4 * outside, rel=0.01)
+
+
 def test_a_large_batch_of_decodes_is_bound_by_products():
     found = held()
     step = Steps(found).decode(4096, 10)
