@@ -377,6 +377,12 @@ def test_notes_name_the_hosts_of_a_gateway(helm4):
     assert "From outside, through the Gateway: llm.example.com" in notes(helm4, "multi-node")
 
 
+def test_notes_tell_where_a_load_balancer_is(helm4):
+    said = notes(helm4, "everything")
+    assert "From outside: the address of svc/everything-serve-svc, of type LoadBalancer." in said
+    assert "From outside: https://llm.example.com/v1" in said
+
+
 def test_notes_of_a_batch_tell_how_to_follow_it(helm4):
     (job,) = of_kind(rendered("batch"), "RayJob")
     said = notes(helm4, "batch")
