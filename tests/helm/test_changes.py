@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import subprocess
 
@@ -13,11 +12,9 @@ from ray.serve._private.deploy_utils import get_app_code_version
 from cluster.config import parse_config, scaling_settings
 from cluster.lifecycle.serve_autoscaling import POLICY, autoscaling_config
 from cluster.resources import deployment_names
+from tests.helm.kuberay import compared
 from tests.helm.rendered import EXAMPLES, app_of, declared, deployments_of, of_kind, pod_templates
 
-# What KubeRay leaves out when it compares a cluster with the one that runs: ray-operator's
-# `GenerateHashWithoutReplicasAndWorkersToDelete`.
-COUNTS = ("replicas", "minReplicas", "maxReplicas", "scaleStrategy")
 OPEN = {"apiKeys": {"allowOpen": True}}
 GPU = {"name": "gpu", "accelerator": {"resource": "nvidia.com/gpu"}}
 BASE = {**OPEN, "models": [{"model": "Qwen/Qwen3-8B", "replicas": 2}], "workerGroups": [GPU], "app": {"routers": 1}}
@@ -47,11 +44,7 @@ def render(helm4, tmp_path):
 def cluster_of(objects):
     """Return the cluster as KubeRay compares it."""
     (service,) = of_kind(objects, "RayService")
-    cluster = copy.deepcopy(service["spec"]["rayClusterConfig"])
-    for group in cluster["workerGroupSpecs"]:
-        for name in COUNTS:
-            group.pop(name, None)
-    return cluster
+    return compared(service["spec"]["rayClusterConfig"])
 
 
 def version_of(objects):
