@@ -98,15 +98,15 @@ class OtherRouters:
         routers = None if state is None else state.deployments.get(self.deployment)
         return 0 if routers is None else routers.running
 
-    def sharing(self, picture: AppPicture | None, configured: int) -> int:
+    def sharing(self, picture: AppPicture | None, before: int) -> int:
         """Return how many routers serve by the latest picture, the one that asks among them.
 
-        configured: what to return where the picture is old, or has none serve yet.
+        before: what to return where the picture is old, or has none serve yet.
         """
         seen = fresh(picture, time.monotonic())
         app = None if seen is None else seen.app
         routers = None if app is None else app.deployments.get(self.deployment)
-        return (0 if routers is None else routers.running) or configured
+        return (0 if routers is None else routers.running) or before
 
 
 class RouterHost:

@@ -90,8 +90,8 @@ class Values(Part):
     )
     terminationGracePeriodSeconds: NotNegative = Field(
         default=630,
-        description="Most seconds that a pod may take to terminate: at least app.drain_timeout, preStopSeconds and "
-        "10. A pod ends as soon as nothing runs there any more.",
+        description="Most seconds that a worker pod may take to terminate: at least app.drain_timeout, "
+        "preStopSeconds and 10. It ends as soon as nothing runs there any more. The head has 60 at most.",
     )
     preStopSeconds: NotNegative = Field(
         default=5,

@@ -53,6 +53,7 @@ class RayHead:
             "dashboard-agent-listen-port": self.agent,
             "node-ip-address": "127.0.0.1",
             "num-cpus": 8,
+            "resources": '{"router": 1000}',  # as pods have that are for routers alone
             "object-store-memory": 100 * 2**20,
             "temp-dir": self._folder.name,
             "include-dashboard": "true",

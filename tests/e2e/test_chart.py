@@ -83,12 +83,13 @@ def test_a_probe_of_a_port_without_an_app_fails(head: RayHead) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_other_bounds_of_autoscaling_restart_no_replica(head: RayHead) -> None:
+def test_other_bounds_of_autoscaling_restart_no_replica_nor_router_apart(head: RayHead) -> None:
     """With those of the chart a policy runs in Serve's controller that was named in the config."""
-    scaled = "autoscaling.enabled=true,models[0].max_replicas=2"
+    scaled = "autoscaling.enabled=true,models[0].max_replicas=2,workerGroups[1].name=front,routers.workerGroup=front"
     with head.serving(rendered_config(f"{scaled},models[0].replicas=2,models[0].downscale_delay_s=3600")) as app:
-        before = pids(app)
+        before, router = pids(app), routers()
         more = "models[0].replicas=3,models[0].min_replicas=3,models[0].downscale_delay_s=3600"
         head.apply(rendered_config(f"{scaled},models[0].max_replicas=4,{more}"), app.port)
         eventually(lambda: len(app.ready()["replicas"]) == 3, "a third replica", 90)
         assert before < pids(app)
+        assert routers() == router

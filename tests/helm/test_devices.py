@@ -84,6 +84,7 @@ def test_a_group_adds_what_its_pods_need_and_no_other_group_has(helm4):
     assert {"name": "own", "mountPath": "/own"} in ray["volumeMounts"]
     assert (spec["serviceAccountName"], spec["schedulerName"]) == ("gpu", "volcano")
     assert other["serviceAccountName"] == "squadron"
+    assert service["headGroupSpec"]["template"]["spec"]["schedulerName"] == "volcano"
     assert "schedulerName" not in other
     assert "NCCL_IB_HCA" not in [one["name"] for one in other["containers"][0]["env"]]
 

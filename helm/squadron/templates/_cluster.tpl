@@ -95,6 +95,7 @@ spec:
         - {name: serve, containerPort: {{ int $root.Values.service.port }}}
       env:
         {{- include "squadron.env" $root | nindent 8 }}
+        - {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: "0"}
       resources:
         requests:
           cpu: {{ $head.cpu | quote }}

@@ -176,6 +176,7 @@
 {{- $hosts := 0 -}}
 {{- $leastRanks := 0 -}}
 {{- $start := 0 -}}{{- $least := 0 -}}{{- $most := 0 -}}
+{{- $scaled := -1 -}}
 {{- range .models -}}
 {{- $size := int (default 1 .model.tensor_parallel_size) -}}
 {{- $own := 1 -}}{{- $perPod := 1 -}}
@@ -193,9 +194,7 @@
 {{- $hosts = $own -}}
 {{- $replicas := int (default 1 .model.replicas) -}}
 {{- $upTo := int (default $replicas .model.max_replicas) -}}
-{{- if and .model.max_replicas (not $.root.Values.autoscaling.enabled) (kindIs "invalid" $group.replicas) -}}
-{{- fail (printf "models[%d].max_replicas: pods neither come nor go without autoscaling.enabled=true; set that, or workerGroups[%d].replicas=%d for pods that are always there" (int .number) (int $.number) (add $most (ceil (divf $upTo $perPod)))) -}}
-{{- end -}}
+{{- if and .model.max_replicas (lt $scaled 0) }}{{ $scaled = int .number }}{{ end -}}
 {{- $from := $replicas -}}
 {{- if .model.max_replicas -}}
 {{- $from = ternary 1 (int .model.min_replicas) (kindIs "invalid" .model.min_replicas) -}}
@@ -204,6 +203,9 @@
 {{- $least = add $least (ceil (divf $from $perPod)) -}}
 {{- $leastRanks = add $leastRanks (mul $from $size) -}}
 {{- $most = add $most (ceil (divf $upTo $perPod)) -}}
+{{- end -}}
+{{- if and (ge $scaled 0) (not .root.Values.autoscaling.enabled) (kindIs "invalid" $group.replicas) -}}
+{{- fail (printf "models[%d].max_replicas: pods neither come nor go without autoscaling.enabled=true; set that, or workerGroups[%d].replicas=%d for pods that are always there" $scaled (int .number) (int $most)) -}}
 {{- end -}}
 {{- if not (kindIs "invalid" $group.replicas) }}{{ $start = $group.replicas }}{{ end -}}
 {{- if .root.Values.autoscaling.enabled -}}

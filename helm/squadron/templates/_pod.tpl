@@ -29,8 +29,6 @@
 - {name: RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S, value: "1.5"}
 - {name: RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S, value: "20"}
 - {name: RAY_SERVE_PROXY_GRACEFUL_SHUTDOWN_TIMEOUT_S, value: "0.5"}
-{{- /* On SIGTERM Ray drains the pod's node, and waits for so long until what runs there has gone elsewhere. */}}
-- {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: {{ sub (int .Values.terminationGracePeriodSeconds) (add (int .Values.preStopSeconds) 10) | max 0 | quote }}}
 - {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "cluster.ingress.guard:proxy_middlewares"}
 {{- with .Values.extraEnv }}
 {{ toYaml . }}
@@ -40,6 +38,9 @@
 {{/* Environment of a worker's Ray containers. root; group. */}}
 {{- define "squadron.workerEnv" -}}
 {{- include "squadron.env" .root }}
+{{- $drain := sub (int .root.Values.terminationGracePeriodSeconds) (add (int .root.Values.preStopSeconds) 10) | max 0 }}
+{{- /* On SIGTERM Ray drains the pod's node, and waits for so long until what runs there has gone elsewhere. */}}
+- {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: {{ quote $drain }}}
 {{- range $name, $value := .group.nccl }}
 - {name: {{ $name }}, value: {{ quote $value }}}
 {{- end }}
@@ -209,7 +210,8 @@ imagePullSecrets:
 {{- end }}
 securityContext:
   {{- include "squadron.podSecurity" .root | nindent 2 }}
-terminationGracePeriodSeconds: {{ int $values.terminationGracePeriodSeconds }}
+{{- /* The head has nothing to hand over, and another one waits for its end. */}}
+terminationGracePeriodSeconds: {{ ternary (int $values.terminationGracePeriodSeconds) (min 60 (int $values.terminationGracePeriodSeconds)) (not (empty .of.name)) }}
 {{- range $key := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" "priorityClassName" "runtimeClassName" "schedulerName" "resourceClaims" }}
 {{- with get $.of $key }}
 {{ $key }}: {{ toYaml . | nindent 2 }}

@@ -181,5 +181,5 @@ def picture(age=0.0, deployment="Router", **counts):
     ],
     ids=["all", "one died", "more", "none yet", "not told", "long ago", "no app", "not looked yet"],
 )
-def test_those_that_serve_share_and_all_that_should_where_that_is_not_known(seen, sharing):
-    assert ROUTERS.sharing(seen(), configured=3) == sharing
+def test_those_that_serve_share_and_as_many_as_before_where_that_is_not_known(seen, sharing):
+    assert ROUTERS.sharing(seen(), before=3) == sharing
