@@ -302,6 +302,9 @@ def models(
 
 @app.command()
 def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help="Also check a model: a folder, a hub id, or 'demo'.", show_default="none")
+    ] = None,
     host: Annotated[str, typer.Option(help="Address of the server.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Its port.")] = 8000,
     grpc_port: Annotated[
@@ -311,12 +314,13 @@ def doctor(
 ) -> None:
     """Check whether this machine can serve. Each line is ok, a warning, or what to fix and how.
 
-    Checks versions, shadowed packages, the Ray cluster of RAY_ADDRESS, GPUs, NCCL, ports, shared memory, open
-    files, disks and the hub. Exit code: 1 = something must be fixed.
+    Checks versions, shadowed packages, the Ray cluster of RAY_ADDRESS, GPUs, their driver and links, NCCL,
+    InfiniBand, locked memory, ports, shared memory, open files, the clock, disks and the hub; of MODEL, whether it is
+    there, readable, fits, and is multiplied as it is held. Exit code: 1 = something must be fixed.
     """
     from deploy.doctor.command import Where, all_checks, run_doctor
 
-    checks = all_checks(Where(host, port, grpc_port), Environment.read())
+    checks = all_checks(Where(host, port, grpc_port), Environment.read(), model)
     raise typer.Exit(run_doctor(checks, as_json))
 
 

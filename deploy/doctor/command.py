@@ -26,13 +26,15 @@ class Where:
     grpc_port: int | None = None
 
 
-def all_checks(where: Where, environment: Environment) -> list[Check]:
-    """Return every check, in the order of the report."""
+def all_checks(where: Where, environment: Environment, model: str | None = None) -> list[Check]:
+    """Return every check, in the order of the report. model: one that is to be served, None = any."""
     checks = [
         Check("packages", CheckIn("packages", "check_versions")),
         Check("shadowed", CheckIn("packages", "check_shadowed")),
         Check("ray cluster", CheckIn("network", "check_ray", (environment.ray_address,)), PROBE_SECONDS),
         Check("gpus", CheckIn("machine", "check_devices"), PROBE_SECONDS),
+        Check("gpu links", CheckIn("gpu_host", "check_links")),
+        Check("infiniband", CheckIn("gpu_host", "check_infiniband")),
         Check("weights", CheckIn("machine", "check_weights"), PROBE_SECONDS),
         Check(
             "port",
@@ -44,14 +46,18 @@ def all_checks(where: Where, environment: Environment) -> list[Check]:
         ),
         Check("shared memory", CheckIn("machine", "check_shared_memory")),
         Check("open files", CheckIn("machine", "check_open_files")),
+        Check("clock", CheckIn("gpu_host", "check_clock")),
         Check("disks", CheckIn("machine", "check_disks", (environment.ray_tmpdir,))),
         Check("hub", CheckIn("network", "check_hub")),
     ]
     if where.grpc_port is not None:
+        after = next(place for place, check in enumerate(checks, 1) if check.name == "port")
         checks.insert(
-            6,
+            after,
             Check("grpc port", CheckIn("network", "check_port", (where.host, where.grpc_port, "grpc_port"))),
         )
+    if model is not None:
+        checks.append(Check("model", CheckIn("model", "check_model", (model,)), PROBE_SECONDS))
     return checks
 
 

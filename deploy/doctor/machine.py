@@ -14,6 +14,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from deploy.cli.terminal import GIB, MIB, gib
 from deploy.doctor.checks import Finding, ProbeError, ask, fix, ok, warning
+from deploy.doctor.gpu_host import driver, driver_version
 from deploy.serve.environment import OBJECT_STORE_BYTES
 
 SHARED = Path("/dev") / "shm"
@@ -114,7 +115,7 @@ DRIVER = "install or update NVIDIA's driver; `nvidia-smi` must list the GPUs"
 
 def check_devices() -> list[Finding]:
     """Ask torch, in a process of its own, for GPUs and NCCL."""
-    return devices(nvidia_devices(), lambda: ask("torch_devices", seconds=PROBE_SECONDS))
+    return devices(nvidia_devices(), lambda: ask("torch_devices", seconds=PROBE_SECONDS), driver_version())
 
 
 def nvidia_devices(folder: Path = Path("/dev")) -> int:
@@ -122,15 +123,16 @@ def nvidia_devices(folder: Path = Path("/dev")) -> int:
     return sum(path.name.removeprefix("nvidia").isdecimal() for path in folder.glob("nvidia*"))
 
 
-def devices(here: int, probe: Callable[[], Mapping[str, Any]]) -> list[Finding]:
-    """Return findings on GPUs and NCCL. here: GPUs that the driver offers."""
+def devices(here: int, probe: Callable[[], Mapping[str, Any]], running: str | None = None) -> list[Finding]:
+    """Return findings on GPUs, driver and NCCL. here: GPUs that the driver offers. running: its version, if known."""
     try:
         report = probe()
     except ProbeError as error:
         return [fix("gpus", f"torch cannot be asked: {error}", "see that `python -c 'import torch'` works")]
     gpus: Sequence[Mapping[str, Any]] = report["gpus"]
+    of_driver = [driver(running, report["cuda"])] if running and report["cuda"] else []
     if gpus:
-        return [*_listed(gpus, here), _nccl(report, len(gpus)), _attention(report)]
+        return [*_listed(gpus, here), *of_driver, _nccl(report, len(gpus)), _attention(report)]
     if not here:
         return [ok("gpus", "none here: models run on the CPU"), ok("nccl", "not needed without GPUs")]
     if not report["cuda"]:
@@ -142,7 +144,8 @@ def devices(here: int, probe: Callable[[], Mapping[str, Any]]) -> list[Finding]:
             )
         ]
     why = f" ({report['complaint']})" if report["complaint"] else ""
-    return [fix("gpus", f"the driver offers {here}, but torch for CUDA {report['cuda']} sees none{why}", DRIVER)]
+    none = f"the driver offers {here}, but torch for CUDA {report['cuda']} sees none{why}"
+    return [fix("gpus", none, DRIVER), *of_driver]
 
 
 def _listed(gpus: Sequence[Mapping[str, Any]], here: int) -> list[Finding]:

@@ -84,6 +84,7 @@ class LiveBytes(TorchDispatchMode):
             self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
 
 
+COUNTED_TOKENS = 64  # of the step whose launches are counted: with expert parallelism each rank has a share of them
 LAYERS_RUN = 2  # of layers that are alike: they take as much, and the second has what the first one leaves behind
 # Bytes beside each logit that is drawn from, where top-p looks at whole rows and log-probabilities are given, as
 # tests/engine/worker/test_footprint.py measures.
@@ -269,11 +270,11 @@ def _hidden(config: EngineConfig, model: CausalLM, rows: int) -> Tensor:
 
 
 def _step_counts(config: EngineConfig, model: CausalLM) -> StepCounts:
-    """Return what a step of one token launches and sends; the model is of no use afterwards."""
+    """Return what a step launches and sends; the model is of no use afterwards."""
     group = model.group
 
     def run() -> None:
-        _run_layers(model, config, 1, nullcontext())
+        _run_layers(model, config, COUNTED_TOKENS, nullcontext())
         model.own_logits(_hidden(config, model, 1))
 
     before = (group.exchanges, group.sent_bytes) if isinstance(group, BlueprintGroup) else (0, 0)
@@ -281,7 +282,8 @@ def _step_counts(config: EngineConfig, model: CausalLM) -> StepCounts:
         launches = count_launches(model, MetaKernels(), run)
     if not isinstance(group, BlueprintGroup):
         return StepCounts(launches)
-    return StepCounts(launches, group.exchanges - before[0], group.sent_bytes - before[1])
+    sent = (group.sent_bytes - before[1]) // COUNTED_TOKENS
+    return StepCounts(launches, group.exchanges - before[0], sent)
 
 
 def _layers_bytes(model: CausalLM, config: EngineConfig, num_tokens: int) -> int:

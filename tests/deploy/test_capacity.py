@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from deploy.capacity.fit import CONTEXT_BYTES, NCCL_BYTES, fit
+from deploy.capacity.fit import CONTEXT_BYTES, NCCL_BYTES, Asked, _weights, fit
 from deploy.capacity.gpus import GPUS, gpu_named
 from deploy.capacity.load import Wanted
 from deploy.capacity.plan import plan_capacity
@@ -69,6 +69,7 @@ def test_the_parts_of_a_gpu_come_to_what_may_be_used(ranks, other):
         ("RTX-A6000", 47.54),
         ("A30", 23.53),
         ("B200", 178.35),
+        ("RTX-PRO-6000", 94.97),
     ],
 )
 def test_what_cuda_reports_is_near_what_was_seen(name, seen):
@@ -91,6 +92,10 @@ def test_gpus_are_found_by_any_usual_name():
     assert gpu_named("NVIDIA H100 NVL") is GPUS["H100-NVL"]
     assert gpu_named("NVIDIA GeForce RTX 4090") is GPUS["RTX-4090"]
     assert gpu_named("NVIDIA RTX 6000 Ada Generation") is GPUS["RTX-6000-Ada"]
+    assert gpu_named("NVIDIA GH200 480GB") is GPUS["GH200"]
+    assert gpu_named("NVIDIA B300 SXM6 AC") is GPUS["B300"]
+    assert gpu_named("NVIDIA GB200") is GPUS["GB200"]
+    assert gpu_named("NVIDIA RTX PRO 6000 Blackwell Server Edition") is GPUS["RTX-PRO-6000"]
     with pytest.raises(ConfigError, match="did you mean L40S"):
         gpu_named("L40SS")
     with pytest.raises(ConfigError, match=r"known: .*H200, "):
@@ -125,6 +130,41 @@ def test_a_context_that_nobody_asked_for_is_lowered_and_told(folder):
     assert found.fit.config.context_len == found.fit.kv_tokens < 131072
     assert any("lowered from the model's 131,072" in line for line in found.lines())
     assert found.public()["max_model_len_lowered"] is True
+
+
+def test_room_for_one_sequence_is_said_with_what_makes_more(folder):
+    alone = plan_capacity(EngineConfig(folder(LLAMA_8B), max_model_len=16384), "L4", Wanted())
+    assert alone.fit.whole_sequences == 1
+    assert "  It fits one sequence of 16,384 tokens at a time." in alone.lines()
+    (note,) = alone.public()["notes"]
+    changes = "--tensor-parallel-size 2 or --quantization fp8 or --quantization int4 or --kv-cache-dtype fp8"
+    assert note.endswith(f"More fit with {changes}.")
+    for settings in ({"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}):
+        more = plan_capacity(EngineConfig(folder(LLAMA_8B), max_model_len=16384, **settings), "L4", Wanted())
+        assert more.fit.whole_sequences > 1
+        assert more.public()["notes"] == []
+
+
+@pytest.mark.parametrize(
+    ("gpu", "quantization", "offered"),
+    [
+        ("L4", None, ["--quantization fp8", "--quantization int4"]),
+        ("A10", None, ["--quantization int8", "--quantization int4"]),
+        ("L4", "int4", []),
+    ],
+)
+def test_weights_that_the_gpu_multiplies_are_offered_and_none_that_are_quantised_already(gpu, quantization, offered):
+    config = EngineConfig("model", max_model_len=32768, quantization=quantization)
+    assert list(_weights(Asked(config, ModelConfig.of(LLAMA_8B), GPUS[gpu]))) == offered
+
+
+def test_ranks_on_several_hosts_are_counted_over_a_network_and_that_is_told(folder):
+    model = folder(LLAMA_70B)
+    near, far = (plan_capacity(EngineConfig(model, tensor_parallel_size=size), "H100", Wanted()) for size in (8, 16))
+    assert near.public()["link"] == "NVLink 4"
+    assert near.public()["notes"] == []
+    assert "InfiniBand NDR of 400 Gb/s" in far.public()["notes"][0]
+    assert far.decode[1].exchanges > 3 * near.decode[1].exchanges
 
 
 def test_float32_names_bfloat16(folder):
@@ -237,6 +277,26 @@ def test_the_command_prints_lines_or_json(folder):
     assert found["quantization"] == "fp8"
     assert found["max_model_len"] == 8192
     assert found["bytes"]["allowed"] >= sum(found["bytes"][part] for part in ("weights", "step", "other", "kv_cache"))
+
+
+def test_the_command_chooses_gpus_and_runs_the_peak(folder):
+    model = folder(LLAMA_8B)
+    prices = ("--gpu-prices", "H100=2.5,L4=0.7")
+    load = ("--rps", "2", "--input-len", "64", "--output-len", "8", "--max-model-len", "4096")
+    shown = squadron(model, "--gpu", "auto", *prices, *load, "--simulate", "-tp", "1")
+    assert shown.returncode == 0, shown.stderr
+    first = shown.stdout.splitlines()
+    assert first[0] == "GPUs that bear the load, by price an hour"
+    assert "1 x L4" in first[1]
+    assert "in virtual time: 300 requests" in shown.stdout
+    plain = squadron(model, "--gpu", "L4", *load, "--spare-replicas", "0", "--headroom", "0", "--json")
+    found = json.loads(plain.stdout)
+    assert (found["service"]["replicas"], found["rehearsal"], found["cost"]) == (1, None, None)
+    wrong = squadron(model, "--gpu", "L4", "--headroom", "1")
+    assert (wrong.returncode, wrong.stderr) == (
+        1,
+        "Error: --headroom must be from 0 and below 1 (0.2 is usual), not 1\n",
+    )
 
 
 def test_the_command_refuses_in_one_sentence_and_exit_code_1(folder):

@@ -143,10 +143,10 @@ def test_the_command_prints_all_and_returns_the_code(monkeypatch, capsys, as_jso
 
 
 def test_all_that_is_promised_is_checked():
-    checks = all_checks(Where(grpc_port=9000), Environment(ray_address="auto"))
+    checks = all_checks(Where(grpc_port=9000), Environment(ray_address="auto"), "demo")
     names = [check.name for check in checks]
-    promised = ("packages", "shadowed", "ray cluster", "gpus", "weights", "port", "grpc port", "shared memory")
-    assert names == [*promised, "open files", "disks", "hub"]
+    promised = ("packages", "shadowed", "ray cluster", "gpus", "gpu links", "infiniband", "weights", "port")
+    assert names == [*promised, "grpc port", "shared memory", "open files", "clock", "disks", "hub", "model"]
     for check in checks:
         assert callable(check.run.load())
 
@@ -156,7 +156,7 @@ def test_the_doctor_checks_this_machine_and_ends_in_time():
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
         run = subprocess.run(
-            [sys.executable, "-c", "from deploy.main import main; main()", "doctor", "--json", "--port", "0"],
+            [sys.executable, "-c", "from deploy.main import main; main()", "doctor", "demo", "--json", "--port", "0"],
             capture_output=True,
             text=True,
             timeout=120,
@@ -175,6 +175,13 @@ def test_the_doctor_checks_this_machine_and_ends_in_time():
         "port",
         "shared memory",
         "open files",
+        "infiniband",
+        "memlock",
+        "gpu links",
+        "clock",
         "model cache",
         "hub",
+        "model",
+        "model memory",
+        "model weights",
     } <= found.keys()
