@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -31,6 +33,8 @@ from parallel.parameter import Recipe, ShardedParameter, TensorSource, Transfer,
 from parallel.sharding import kv_head_start, kv_heads_per_rank
 
 logger = logging.getLogger(__name__)
+
+Told = Callable[[float], None]
 
 KV_SCALE = re.compile(r"(layers\.\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale$")
 
@@ -105,11 +109,13 @@ def load_model(
     quantization: QuantizationSpec | None = None,
     *,
     expert_parallel: bool = False,
+    told: Told = lambda _: None,
 ) -> CausalLM:
     """Build the model and fill this rank's shard of every parameter.
 
     expert_parallel: as in `Build`. quantization: of the linear layers, the checkpoint's or one that is made here, a
-    layer at a time. Raises `CheckpointError` naming tensors and files, `ShardingError` before anything is read when
+    layer at a time. told: called with the share of the weights that is read, 0 to 1, now and then. Raises
+    `CheckpointError` naming tensors and files, `ShardingError` before anything is read when
     the sizes cannot be split over the group.
     """
     config = folder.config
@@ -118,7 +124,8 @@ def load_model(
     quantize(model.layers, "layers", model.names, quantization)
     checkpoint = Checkpoint(folder.path)
     try:
-        _load(model, config, checkpoint, quantization if quantization is not None and quantization.stored else None)
+        stored = quantization if quantization is not None and quantization.stored else None
+        _load(model, config, checkpoint, stored, told)
     finally:
         checkpoint.close()
     model.finish_loading()
@@ -126,7 +133,7 @@ def load_model(
 
 
 def _load(
-    model: CausalLM, config: ModelConfig, checkpoint: Checkpoint, quantization: QuantizationSpec | None
+    model: CausalLM, config: ModelConfig, checkpoint: Checkpoint, quantization: QuantizationSpec | None, told: Told
 ) -> None:
     """Fill all parameters. quantization: how the checkpoint holds them, None = they are plain there."""
     stored = quantization is not None
@@ -137,7 +144,7 @@ def _load(
     rules = list(model.weights(checkpoint.names))
     wanted = {name for rule in rules for name in rule.names}
     if (held := model.stored(checkpoint.names, wanted)) is not None:
-        _load_converted(model, rules, held, checkpoint)
+        _load_converted(model, rules, held, checkpoint, told)
         return
     names = names_on_disk(checkpoint.names, rules)
     unused = [NO_WEIGHTS, KV_SCALE, *([NO_NEED] if stored else [])]
@@ -157,9 +164,12 @@ def _load(
     _tell_unread(others)
     began = time.perf_counter()
     num_bytes = 0
+    done, whole = 0, max(_elements(rules), 1)
     for batch in _batches(model, rules):
         as_it_is = [rule for rule in batch if rule.recipe is None]
-        num_bytes += _fill(model, [rule for rule in as_it_is if not rule.scale], checkpoint, names)
+        plain = [rule for rule in as_it_is if not rule.scale]
+        part = partial(_tell_part, told, done / whole, _elements(plain) / whole)
+        num_bytes += _fill(model, plain, checkpoint, names, part)
         for rule in as_it_is:
             if rule.scale:
                 _load_scale(model, rule, checkpoint, names[rule.name])
@@ -167,9 +177,20 @@ def _load(
             if rule.recipe is not None:
                 num_bytes += _load_by_recipe(model, rule, rule.recipe, checkpoint, names)
         _finish(model.get_submodule(path) for path in dict.fromkeys(rule.target.rpartition(".")[0] for rule in batch))
+        done += _elements(batch)
+        told(done / whole)
     seconds = max(time.perf_counter() - began, 1e-9)
     gigabytes = num_bytes / 1e9
     logger.info("weights: %.2f GB read in %.2f s, %.1f GB/s", gigabytes, seconds, gigabytes / seconds)
+
+
+def _elements(rules: Iterable[WeightRule]) -> int:
+    return sum(math.prod(rule.shape) for rule in rules)
+
+
+def _tell_part(told: Told, before: float, size: float, share: float) -> None:
+    """Tell of the share of a part, as one of all: `before` lies before it, and it is as large as `size`."""
+    told(before + size * share)
 
 
 def _all_names(config: ModelConfig, quantization: QuantizationSpec | None, on_disk: Collection[str]) -> Iterator[str]:
@@ -234,7 +255,9 @@ def _check_tied_head(
         )
 
 
-def _load_converted(model: CausalLM, rules: list[WeightRule], held: Stored, checkpoint: Checkpoint) -> None:
+def _load_converted(
+    model: CausalLM, rules: list[WeightRule], held: Stored, checkpoint: Checkpoint, told: Told
+) -> None:
     """Fill the parameters of a model whose tensors a checkpoint holds under other names, or in other shapes."""
     _check_tied_head(model, rules, checkpoint, held.plain)
     unused = (NO_WEIGHTS, KV_SCALE)
@@ -244,7 +267,8 @@ def _load_converted(model: CausalLM, rules: list[WeightRule], held: Stored, chec
     by_name: dict[str, list[WeightRule]] = defaultdict(list)
     for rule in rules:
         by_name[rule.name].append(rule)
-    _fill(model, [rule for rule in rules if rule.name in held.plain], checkpoint, held.plain)
+    plain = [rule for rule in rules if rule.name in held.plain]
+    _fill(model, plain, checkpoint, held.plain, partial(_tell_part, told, 0.0, _elements(plain) / _elements(rules)))
     found = set(held.plain)
     for one in held.made:
         for name, tensor in one.tensors(lambda source: checkpoint.source(source)[:]).items():
@@ -276,10 +300,12 @@ def _batches(model: CausalLM, rules: list[WeightRule]) -> Iterator[list[WeightRu
         yield list(batch)
 
 
-def _fill(model: CausalLM, rules: list[WeightRule], checkpoint: Checkpoint, names: Mapping[str, str]) -> int:
+def _fill(
+    model: CausalLM, rules: list[WeightRule], checkpoint: Checkpoint, names: Mapping[str, str], told: Told
+) -> int:
     parameters = dict(model.named_parameters())
     reads = [read for rule in rules for read in _reads(parameters[rule.target], rule, checkpoint, names[rule.name])]
-    num_bytes = fill(reads, model.group.device, model.group.size)
+    num_bytes = fill(reads, model.group.device, model.group.size, told)
     for rule in rules:
         _sharded(parameters[rule.target], rule).mark_loaded(rule.part)
     return num_bytes
