@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 
 MOST_LINES = 8  # replicas that have one of their own
 NAME_CHARACTERS = 8  # of a replica's id
@@ -51,8 +51,7 @@ def start_bars(console: Console) -> Iterator[StartBars]:
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
-        TaskProgressColumn(show_speed=False),
-        TimeElapsedColumn(),
+        TaskProgressColumn(),
     )
     with Progress(*columns, console=console, transient=True) as progress:
         yield StartBars(progress)
@@ -61,4 +60,6 @@ def start_bars(console: Console) -> Iterator[StartBars]:
 def _words(state: Mapping[str, Any]) -> str:
     name = str(state.get("id", ""))[:NAME_CHARACTERS]
     said = str(state.get("phase", "")).replace("_", " ") or str(state.get("state", ""))
-    return " ".join(filter(None, [str(state.get("model", "")), name, said]))
+    seconds = float(state.get("seconds", 0.0))
+    lasted = f"{seconds:.0f} s" if seconds >= 1 else ""
+    return " ".join(filter(None, [str(state.get("model", "")), name, said, lasted]))

@@ -11,7 +11,7 @@ from deploy.serve.start_bars import MOST_LINES, start_bars
 
 STATES = [
     {"id": "aaaaaaaaaaaa", "state": "ready", "model": "demo"},
-    {"id": "bbbbbbbbbbbb", "state": "starting", "phase": "weights", "share": 0.4, "model": "demo"},
+    {"id": "bbbbbbbbbbbb", "state": "starting", "phase": "weights", "share": 0.4, "seconds": 7.2, "model": "demo"},
     {"id": "cccccccccccc", "state": "starting", "phase": "warm-up", "model": "demo"},
     {"id": "", "state": "pending", "model": "demo"},
 ]
@@ -34,7 +34,7 @@ def shown(states, *, terminal: bool = True) -> list[str]:
 def test_a_line_for_each_replica_that_is_not_ready_with_a_bar_for_its_weights():
     head, loading, warming, waiting = shown(STATES)[-4:]
     assert "Replicas: 1 of 4 ready" in head
-    assert "demo bbbbbbbb weights" in loading
+    assert "demo bbbbbbbb weights 7 s" in loading
     assert "40%" in loading
     assert "demo cccccccc warm-up" in warming
     assert "%" not in warming.replace("0%", "")
