@@ -194,7 +194,7 @@ class ClusterConfig(ServedModelConfig):
     metrics_key: str | None = None
     max_waiting_per_tenant: Count = 4096
     max_queue_wait: Seconds = 60.0
-    max_body_bytes: Annotated[int, Short, Field(ge=1024)] = 4 * 1024 * 1024
+    max_body_bytes: Annotated[int, Field(ge=1024), Short] = 4 * 1024 * 1024
     strict_fields: bool = False
     link_host: str | None = None
     stall_timeout: Seconds = 3.0
@@ -204,7 +204,7 @@ class ClusterConfig(ServedModelConfig):
     max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = None
     update_failure_action: Annotated[str, one_of(FAILURE_ACTIONS)] = "rollback"
     batch_dir: str | None = None
-    max_file_bytes: Annotated[int, Short, Field(ge=1024)] = MAX_FILE_BYTES
+    max_file_bytes: Annotated[int, Field(ge=1024), Short] = MAX_FILE_BYTES
     batch_share: Annotated[float, Field(gt=0, le=1)] = 0.25
     metrics_compat: Annotated[str, one_of(METRICS_COMPATS)] | None = None
     otlp_traces_endpoint: Annotated[str, AfterValidator(checked_endpoint)] | None = None

@@ -33,12 +33,16 @@ class Condition(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLine:
-    """One replica, as in `states` of /ready. kv_usage: 0 to 1. Figures are None where it does not serve."""
+    """One replica, as in `states` of /ready. share: of the phase that is done; like kv_usage 0 to 1.
+
+    Figures are None where it does not serve.
+    """
 
     name: str
     state: str
     model: str = ""
     phase: str = ""
+    share: float | None = None
     seconds: float | None = None
     reason: str = ""
     failed_starts: int = 0
@@ -186,7 +190,8 @@ def lines(report: StatusReport) -> list[str]:
 
 def detail(replica: ReplicaLine) -> str:
     """Return what there is to say of a replica beside its state, in words."""
-    words = [replica.phase.replace("_", " ")] if replica.phase else []
+    done = "" if replica.share is None else f" {replica.share:.0%}"
+    words = [replica.phase.replace("_", " ") + done] if replica.phase else []
     if replica.state == "stalled" and replica.seconds is not None:
         words.append(f"its engine has not moved for {replica.seconds:.0f} s")
     elif replica.state == "pending" and not replica.failed_starts:
@@ -237,6 +242,7 @@ def _plain(replica: ReplicaLine) -> str:
     values = {
         "model": replica.model,
         "phase": replica.phase.replace(" ", "-"),
+        "done": None if replica.share is None else f"{replica.share:.0%}",
         "seconds": None if replica.seconds is None else f"{replica.seconds:.0f}",
         "running": replica.running,
         "waiting": replica.waiting,

@@ -9,6 +9,7 @@ from difflib import SequenceMatcher
 WORD_ALIKE = 0.75  # of `SequenceMatcher.ratio`: a letter of four, or two that changed places
 NAME_ALIKE = 0.9  # the same of whole names, where a dash is missing or one too many
 SHARED = 2 / 3  # of the known name's words that a shorter one must have
+LEAST_LETTERS = 3  # of a word that another begins with: `len` is one for `length`
 LEAST_WORDS = 2  # of it, too: one word alone, such as `max`, is in many names
 
 
@@ -42,7 +43,9 @@ def _nearness(wanted: Sequence[str], known: Sequence[str]) -> float:
 
 
 def _are_near(one: str, other: str) -> bool:
-    return _alike(one, other) >= WORD_ALIKE
+    short = min(one, other, key=len)
+    abbreviated = len(short) >= LEAST_LETTERS and one.startswith(short) and other.startswith(short)
+    return abbreviated or _alike(one, other) >= WORD_ALIKE
 
 
 def _alike(one: str, other: str) -> float:

@@ -14,6 +14,7 @@ SHORT_LIFE = 8.0
 FREE_FAILURES = 2  # in a row, before a start is delayed
 LONGEST_PAUSE = 60.0
 MAX_REASON = 400
+SHARE_SECONDS = 1.0  # between two reports of a share
 logger = logging.getLogger(__name__)
 
 
@@ -21,8 +22,9 @@ class StartRecord(msgspec.Struct, frozen=True):
     """One start of one replica, as it last reported. Times are seconds since the epoch, of its node's clock.
 
     actor: the name by which Ray knows it. state: `waiting` (held back after failures, until `next_try`), `starting`
-    (in `phase`), `ready` or `failed` (`reason`). since: when the state or phase began. failures: failed starts in a
-    row before this one, the last for `last_reason`.
+    (in `phase`), `ready` or `failed` (`reason`). since: when the state or phase began. share: of the phase that is
+    done, 0 to 1, 0 where that is not known. failures: failed starts in a row before this one, the last for
+    `last_reason`.
     """
 
     replica_id: str
@@ -35,6 +37,7 @@ class StartRecord(msgspec.Struct, frozen=True):
     next_try: float = 0.0
     failures: int = 0
     last_reason: str = ""
+    share: float = 0.0
 
 
 def failures_in_a_row(records: Iterable[StartRecord], alive: Collection[str], now: float) -> tuple[int, str]:
@@ -115,7 +118,7 @@ class Start:
         self._alive = alive
         self._clock = clock
         self._sleep = sleep
-        now = clock()
+        now = self._told = clock()
         self._record = StartRecord(replica_id, actor, now, now)
 
     def hold_back(self) -> None:
@@ -134,13 +137,16 @@ class Start:
             self._sleep(seconds)
             self._report(state="starting")
 
-    def phase(self, name: str) -> None:
-        """Tell that the start came to a phase."""
-        self._report(state="starting", phase=name)
+    def phase(self, name: str, share: float | None = None) -> None:
+        """Tell that the start came to a phase; with a share, how much of it is done, once a second at most."""
+        if share is None:
+            self._report(state="starting", phase=name, share=0.0)
+        elif self._record.state == "starting" and self._clock() - self._told >= SHARE_SECONDS:
+            self._put(msgspec.structs.replace(self._record, phase=name, share=share))
 
     def ready(self) -> None:
         """Tell that the replica can serve."""
-        self._report(state="ready", phase="")
+        self._report(state="ready", phase="", share=0.0)
 
     def failed(self, reason: str) -> None:
         """Tell why the replica does not start."""
@@ -159,5 +165,8 @@ class Start:
         return failures_in_a_row(self._register.of_version(), alive, now)
 
     def _report(self, **changes: object) -> None:
-        self._record = msgspec.structs.replace(self._record, since=self._clock(), **changes)
-        self._register.put(self._record)
+        self._put(msgspec.structs.replace(self._record, since=self._clock(), **changes))
+
+    def _put(self, record: StartRecord) -> None:
+        self._record, self._told = record, self._clock()
+        self._register.put(record)

@@ -30,8 +30,8 @@ from engine.errors import ConfigError, EngineDeadError
 from engine.loader.checkpoint import ModelFolder
 from engine.report import RankTimes
 from engine.worker.executor import Executor
-from engine.worker.executor_start import ModelInfo, OnPhase, build_executor, drive_worker_group, prepare_model
-from engine.worker.runner import START_TIMEOUT
+from engine.worker.executor_start import ModelInfo, build_executor, drive_worker_group, prepare_model
+from engine.worker.runner import START_TIMEOUT, OnPhase, no_phases
 from engine.worker.worker import worker_main
 from parallel.launcher import MemoryDeaths
 from parallel.message_ring import SharedMemoryRing
@@ -257,7 +257,7 @@ class StartedGroup:
         return (os.getpid(), *(self.workers.pids if self.workers else ()))
 
 
-def start_group(config: ClusterConfig, on_phase: OnPhase = lambda _: None, replica_id: str = "") -> StartedGroup:
+def start_group(config: ClusterConfig, on_phase: OnPhase = no_phases, replica_id: str = "") -> StartedGroup:
     """Load the model on all ranks. on_phase: called as each phase begins. replica_id: its name in metrics and logs.
 
     Raises `ConfigError`, `CheckpointError`, or `EngineDeadError` when a rank did not come up.

@@ -61,7 +61,8 @@ class ReplicaState:
     """One replica. `seconds`: in the state or phase; of a stalled one since it moved. `next_try`: seconds until then.
 
     pending: Serve wants it, and there is no process of it yet. reason: why the last start failed. tries: starts that
-    failed in a row. The figures are those of its last report.
+    failed in a row. share: of the phase that is done, 0 to 1, 0 where that is not known. The figures are those of
+    its last report.
     """
 
     replica_id: str
@@ -74,6 +75,7 @@ class ReplicaState:
     requests: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
+    share: float = 0.0
 
     def public(self) -> dict[str, Any]:
         """Return the fields that say something, for JSON."""
@@ -82,6 +84,7 @@ class ReplicaState:
             "state": self.state,
             "seconds": None if self.seconds is None else round(self.seconds, 1),
             "phase": self.phase,
+            "share": round(self.share, 3) or None,
             "reason": self.reason,
             "failed_starts": self.tries or None,
             "next_try": None if self.next_try is None else round(self.next_try, 1),
@@ -139,7 +142,7 @@ def _coming(record: StartRecord, now: float, unlinked: str) -> ReplicaState:
     # One that is ready but has no link: routers have yet to find it.
     phase = record.phase or ("linking" if record.state == "ready" else "")
     reason = unlinked or record.last_reason
-    return ReplicaState(record.replica_id, STARTING, seconds, phase, reason, record.failures)
+    return ReplicaState(record.replica_id, STARTING, seconds, phase, reason, record.failures, share=record.share)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ def console_for_reports() -> Console:
 
 def head(word: str, style: str, *facts: str, title: str = "") -> Text:
     """Return the first line of a report: how it is, of what, and facts beside it."""
-    parts = [(word, style), f"  {title}  " if title else "  "]
-    return Text.assemble(*parts, (" · ".join(fact for fact in facts if fact), "dim"))
+    said = " · ".join(fact for fact in facts if fact)
+    return Text.assemble((word, style), f"  {title}  " if title else "  ", (said, "dim"))
 
 
 def notice(text: str) -> Text:

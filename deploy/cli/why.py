@@ -62,11 +62,11 @@ def _asked(client: httpx.Client, request_id: str) -> tuple[int, dict[str, Any]]:
         body = None
     if body is not None and answer.status_code == httpx.codes.OK:
         return FOUND, body
-    error = None if body is None else body.get("error")
-    if not isinstance(error, dict) or "message" not in error:
+    refusal = None if body is None else body.get("error")
+    if not isinstance(refusal, dict) or "message" not in refusal:
         return UNREACHABLE, {"notice": NO_SERVER}
     code = NOTHING if answer.status_code == httpx.codes.NOT_FOUND else UNREACHABLE
-    return code, {"notice": str(error["message"])}
+    return code, {"notice": str(refusal["message"])}
 
 
 def _notice(body: Mapping[str, Any]) -> str:

@@ -29,6 +29,7 @@ from deploy.serve.fork_server import ForkServer
 from deploy.serve.haproxy import HAProxySetup, exposed
 from deploy.serve.output import PhaseLog, without_death_notices
 from deploy.serve.ray_cluster import JoinedRay, LocalRay, RayCluster, count
+from deploy.serve.start_bars import start_bars
 from engine.device.machine import collector_paused
 from engine.errors import ConfigError
 
@@ -115,8 +116,8 @@ class Server:
             self._served.start_serve(verbose=self._options.verbose)
             self._served.deploy()
         began = time.perf_counter()
-        with self._phases.waiting("Replicas"):
-            self._replicas = self._served.wait()
+        with start_bars(self._console) as bars:
+            self._replicas = self._served.wait(bars.take)
         self._print_phases(time.perf_counter() - began)
         self.ready = True
 

@@ -89,12 +89,6 @@ class PhaseLog:
             yield notes
         self.line(label, time.perf_counter() - began, ", ".join(notes))
 
-    @contextmanager
-    def waiting(self, label: str) -> Iterator[None]:
-        """Show a spinner for phases whose seconds come later."""
-        with self._console.status(f"{label} ..."):
-            yield
-
     def replicas(self, bodies: Sequence[Mapping[str, Any]], waited: float, ranks: str) -> None:
         """Print the phases that the replicas went through: of each the slowest, for they start side by side.
 

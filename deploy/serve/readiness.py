@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from tempfile import gettempdir
 from typing import Any
 
@@ -31,16 +31,23 @@ class Readiness:
     """Waits for the ready replicas of the app `name` whose HTTP endpoint is at `url`.
 
     wanted: id of each model -> how many there should be.
-    note: called now and then with what Serve waits for, when it takes long.
+    note: called now and then with what Serve waits for, when it takes long. show: called with the `states` of /ready.
     """
 
     def __init__(
-        self, name: str, url: str, key: str | None, wanted: Mapping[str, int], note: Callable[[str], None]
+        self,
+        name: str,
+        url: str,
+        key: str | None,
+        wanted: Mapping[str, int],
+        note: Callable[[str], None],
+        show: Callable[[Sequence[Mapping[str, Any]]], None],
     ) -> None:
         self._client = client_for(url, key)
         self._name = name
         self._wanted = wanted
         self._note = note
+        self._show = show
 
     def wait(self) -> list[dict[str, Any]]:
         """Return what /ready says of each replica once all are ready, and gateways. Raises `StartError`."""
@@ -68,7 +75,10 @@ class Readiness:
             return []  # the port is closed, or Serve's proxy does not know the app yet
         if answer.status_code == 401:
             raise StartError("another server answers at this address: it refuses the API key; give another --port")
-        if not isinstance(body, dict) or not body.get("ready"):
+        if not isinstance(body, dict):
+            return []
+        self._show(body.get("states", ()))
+        if not body.get("ready"):
             return []
         if "replicas" not in body:
             raise StartError(

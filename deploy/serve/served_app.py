@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -83,10 +83,13 @@ class ServedApp:
         except RayServeException as error:
             raise StartError(f"Serve refused the app: {str(error).splitlines()[0]}") from error
 
-    def wait(self) -> list[dict[str, Any]]:
-        """Return what /ready says of each replica once all are ready. Raises `StartError`."""
+    def wait(self, show: Callable[[Sequence[Mapping[str, Any]]], None]) -> list[dict[str, Any]]:
+        """Return what /ready says of each replica once all are ready; show: called with its `states` until then.
+
+        Raises `StartError`.
+        """
         wanted = {config.model_id: config.replicas for config in self._app.models}
-        return Readiness(APP, self._url, own_key(self._config), wanted, self._say).wait()
+        return Readiness(APP, self._url, own_key(self._config), wanted, self._say, show).wait()
 
     def unguarded(self) -> str:
         """Return what is to be said where clients do not hear of dead routers, else nothing."""

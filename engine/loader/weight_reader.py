@@ -66,26 +66,35 @@ def chunks_of(source: TensorOnDisk, transfer: Transfer, limit: int = CHUNK_BYTES
         yield Chunk(source, row * width, (count, *row_shape), inner, place)
 
 
-def fill(reads: Sequence[tuple[TensorOnDisk, Transfer]], device: torch.device, ranks: int = 1) -> int:
+def fill(
+    reads: Sequence[tuple[TensorOnDisk, Transfer]],
+    device: torch.device,
+    ranks: int = 1,
+    told: Callable[[float], None] = lambda _: None,
+) -> int:
     """Make all transfers, to parameters on `device`, cast to their dtypes; returns the bytes read.
 
     Which thread reads what makes no difference to the result. ranks: of the group, which share the machine's cores.
+    told: called with the share of the bytes that are read, 0 to 1, as it grows.
 
     Raises `CheckpointError` naming file and tensor for the first one that cannot be read.
     """
     chunks = [chunk for source, transfer in reads for chunk in chunks_of(source, transfer)]
     copy = _to_gpu(chunks, device, ranks) if device.type == "cuda" else _in_memory
     with ThreadPoolExecutor(num_threads(device, ranks), thread_name_prefix="weights") as threads:
-        running = [threads.submit(copy, chunk) for chunk in _by_turns(chunks)]
+        running = [(threads.submit(copy, chunk), chunk) for chunk in _by_turns(chunks)]
+        read, whole = 0, sum(chunk.num_bytes for chunk in chunks)
         try:
-            for each in running:
+            for each, chunk in running:
                 each.result()
+                read += chunk.num_bytes
+                told(read / max(whole, 1))
         except BaseException:
             threads.shutdown(cancel_futures=True)
             raise
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return sum(chunk.num_bytes for chunk in chunks)
+    return whole
 
 
 def num_threads(device: torch.device, ranks: int) -> int:

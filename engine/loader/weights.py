@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import CheckpointError
-from engine.layers.base import Build, Stored, WeightRule
+from engine.layers.base import Build, MadeTensors, WeightRule
 from engine.layers.moe import Experts
 from engine.loader.checkpoint import ModelFolder
 from engine.loader.safetensors_file import Checkpoint, TensorOnDisk
@@ -31,6 +33,8 @@ from parallel.parameter import Recipe, ShardedParameter, TensorSource, Transfer,
 from parallel.sharding import kv_head_start, kv_heads_per_rank
 
 logger = logging.getLogger(__name__)
+
+Told = Callable[[float], None]
 
 KV_SCALE = re.compile(r"(layers\.\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale$")
 
@@ -106,11 +110,13 @@ def load_model(
     quantization: QuantizationSpec | None = None,
     *,
     expert_parallel: bool = False,
+    told: Told = lambda _: None,
 ) -> CausalLM:
     """Build the model and fill this rank's shard of every parameter.
 
     expert_parallel: as in `Build`. quantization: of the linear layers, the checkpoint's or one that is made here, a
-    layer at a time. Raises `CheckpointError` naming tensors and files, `ShardingError` before anything is read when
+    layer at a time. told: called with the share of the weights that is read, 0 to 1, now and then. Raises
+    `CheckpointError` naming tensors and files, `ShardingError` before anything is read when
     the sizes cannot be split over the group.
     """
     config = folder.config
@@ -119,7 +125,8 @@ def load_model(
     quantize(model.layers, model.layers_path, model.names, quantization)
     checkpoint = Checkpoint(folder.path)
     try:
-        _load(model, config, checkpoint, quantization if quantization is not None and quantization.stored else None)
+        stored = quantization if quantization is not None and quantization.stored else None
+        _load(model, config, checkpoint, stored, told)
     finally:
         checkpoint.close()
     model.finish_loading()
@@ -127,7 +134,7 @@ def load_model(
 
 
 def _load(
-    model: CausalLM, config: ModelConfig, checkpoint: Checkpoint, quantization: QuantizationSpec | None
+    model: CausalLM, config: ModelConfig, checkpoint: Checkpoint, quantization: QuantizationSpec | None, told: Told
 ) -> None:
     """Fill all parameters. quantization: how the checkpoint holds them, None = they are plain there."""
     stored = quantization is not None
@@ -145,7 +152,7 @@ def _load(
         refuse_tensors(checkpoint.folder, "not part of this architecture", extra)
         refuse_tensors(checkpoint.folder, "missing", {*held.lacking} - spare)
         _tell_unread(held.unknown)
-        _load_converted(model, rules, held, checkpoint)
+        _read_all(model, rules, held.plain, checkpoint, told, held.made)
         return
     names = names_on_disk(checkpoint.names, rules)
     others = names.keys() - wanted - {HEAD} - spare
@@ -162,21 +169,63 @@ def _load(
     }
     refuse_tensors(checkpoint.folder, "not part of this architecture", extra)
     _tell_unread(others)
+    _read_all(model, rules, names, checkpoint, told)
+
+
+def _read_all(
+    model: CausalLM,
+    rules: list[WeightRule],
+    names: Mapping[str, str],
+    checkpoint: Checkpoint,
+    told: Told,
+    made: Sequence[MadeTensors] = (),
+) -> None:
+    """Fill the parameters. names: in the rules -> on disk. made: tensors of the rules that have to be made."""
     began = time.perf_counter()
-    num_bytes = 0
+    by_name: dict[str, list[WeightRule]] = defaultdict(list)
+    for rule in rules:
+        if rule.recipe is None:
+            by_name[rule.name].append(rule)
+    of_layer: dict[str, list[MadeTensors]] = defaultdict(list)
+    for one in made:
+        of_layer[_layer_of(next((rule.target for rule in by_name[one.target]), one.target))].append(one)
+    found = set(names)
+    num_bytes = done = 0
+    whole = max(_elements(rules), 1)
     for batch in _batches(model, rules):
-        as_it_is = [rule for rule in batch if rule.recipe is None]
-        num_bytes += _fill(model, [rule for rule in as_it_is if not rule.scale], checkpoint, names)
+        as_it_is = [rule for rule in batch if rule.recipe is None and rule.name in names]
+        plain = [rule for rule in as_it_is if not rule.scale]
+        part = partial(_tell_part, told, done / whole, _elements(plain) / whole)
+        num_bytes += _fill(model, plain, checkpoint, names, part)
         for rule in as_it_is:
             if rule.scale:
                 _load_scale(model, rule, checkpoint, names[rule.name])
         for rule in batch:
             if rule.recipe is not None:
                 num_bytes += _load_by_recipe(model, rule, rule.recipe, checkpoint, names)
+        for layer in dict.fromkeys(_layer_of(rule.target) for rule in batch):
+            for one in of_layer.pop(layer, ()):
+                for name, tensor in one.tensors(lambda source: checkpoint.source(source)[:]).items():
+                    found.add(name)
+                    num_bytes += tensor.nbytes
+                    for rule in by_name.get(name, ()):
+                        _load_made(model, rule, tensor, checkpoint.folder)
         _finish(model.get_submodule(path) for path in dict.fromkeys(rule.target.rpartition(".")[0] for rule in batch))
+        done += _elements(batch)
+        told(done / whole)
+    refuse_tensors(checkpoint.folder, "missing", by_name.keys() - found)
     seconds = max(time.perf_counter() - began, 1e-9)
     gigabytes = num_bytes / 1e9
     logger.info("weights: %.2f GB read in %.2f s, %.1f GB/s", gigabytes, seconds, gigabytes / seconds)
+
+
+def _elements(rules: Iterable[WeightRule]) -> int:
+    return sum(math.prod(rule.shape) for rule in rules)
+
+
+def _tell_part(told: Told, before: float, size: float, share: float) -> None:
+    """Tell of the share of a part, as one of all: `before` lies before it, and it is as large as `size`."""
+    told(before + size * share)
 
 
 def _all_names(config: ModelConfig, quantization: QuantizationSpec | None, on_disk: Collection[str]) -> Iterator[str]:
@@ -241,35 +290,6 @@ def _check_tied_head(
         )
 
 
-def _load_converted(model: CausalLM, rules: list[WeightRule], held: Stored, checkpoint: Checkpoint) -> None:
-    """Fill the parameters of a model whose tensors a checkpoint holds under other names, or in other shapes."""
-    by_name: dict[str, list[WeightRule]] = defaultdict(list)
-    for rule in rules:
-        if rule.recipe is None:
-            by_name[rule.name].append(rule)
-    made = defaultdict(list)  # by the layer of what they make
-    for one in held.made:
-        made[_layer_of(next((rule.target for rule in by_name[one.target]), one.target))].append(one)
-    found = set(held.plain)
-    for batch in _batches(model, rules):
-        plain = [rule for rule in batch if rule.recipe is None and rule.name in held.plain]
-        _fill(model, [rule for rule in plain if not rule.scale], checkpoint, held.plain)
-        for rule in plain:
-            if rule.scale:
-                _load_scale(model, rule, checkpoint, held.plain[rule.name])
-        for rule in batch:
-            if rule.recipe is not None:
-                _load_by_recipe(model, rule, rule.recipe, checkpoint, held.plain)
-        for layer in dict.fromkeys(_layer_of(rule.target) for rule in batch):
-            for one in made.pop(layer, ()):
-                for name, tensor in one.tensors(lambda source: checkpoint.source(source)[:]).items():
-                    found.add(name)
-                    for rule in by_name.get(name, ()):
-                        _load_made(model, rule, tensor, checkpoint.folder)
-        _finish(model.get_submodule(path) for path in dict.fromkeys(rule.target.rpartition(".")[0] for rule in batch))
-    refuse_tensors(checkpoint.folder, "missing", by_name.keys() - found)
-
-
 def _load_made(model: CausalLM, rule: WeightRule, tensor: Tensor, folder: Path) -> None:
     if rule.index is not None and rule.index < len(tensor):
         tensor = tensor[rule.index]
@@ -297,10 +317,12 @@ def _layer_of(target: str) -> str:
     return "" if found is None else found[0]
 
 
-def _fill(model: CausalLM, rules: list[WeightRule], checkpoint: Checkpoint, names: Mapping[str, str]) -> int:
+def _fill(
+    model: CausalLM, rules: list[WeightRule], checkpoint: Checkpoint, names: Mapping[str, str], told: Told
+) -> int:
     parameters = dict(model.named_parameters())
     reads = [read for rule in rules for read in _reads(parameters[rule.target], rule, checkpoint, names[rule.name])]
-    num_bytes = fill(reads, model.group.device, model.group.size)
+    num_bytes = fill(reads, model.group.device, model.group.size, told)
     for rule in rules:
         _sharded(parameters[rule.target], rule).mark_loaded(rule.part)
     return num_bytes

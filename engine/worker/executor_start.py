@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,7 +18,7 @@ from engine.threads import ThreadShare
 from engine.worker.executor import Executor
 from engine.worker.invariance import arithmetic_of
 from engine.worker.local_executor import SoloExecutor, WorkerGroupExecutor, Workers, exit_reason
-from engine.worker.runner import ModelRunner
+from engine.worker.runner import ModelRunner, OnPhase, no_phases
 from engine.worker.worker import await_workers, device_of, join_group, open_channel, run_worker
 from parallel.channel import Channel
 from parallel.errors import ParallelError, ShardingError
@@ -30,8 +30,6 @@ from parallel.rendezvous import Rendezvous
 logger = logging.getLogger(__name__)
 
 CHECKSUMS = "checksums"  # phase of starting
-
-OnPhase = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +68,11 @@ class ModelInfo:
         return ", ".join(parts)
 
 
-def build_executor(config: EngineConfig, on_phase: OnPhase = lambda _: None) -> tuple[Executor, ModelInfo]:
+def build_executor(config: EngineConfig, on_phase: OnPhase = no_phases) -> tuple[Executor, ModelInfo]:
     """Load the model on this machine and return its executor, ready for the first step.
 
     With `tensor_parallel_size` above 1 the other ranks are started as processes that end with this one. on_phase:
-    called with each phase of loading as it begins.
+    called with each phase of loading as it begins, and as `OnPhase` says.
 
     Raises `CheckpointError`, `ConfigError`, or `EngineDeadError` when a rank did not come up.
     """
@@ -115,7 +113,7 @@ def _check_gpus(config: EngineConfig) -> None:
         )
 
 
-def prepare_model(config: EngineConfig, on_phase: OnPhase = lambda _: None) -> tuple[ModelFolder, EngineConfig]:
+def prepare_model(config: EngineConfig, on_phase: OnPhase = no_phases) -> tuple[ModelFolder, EngineConfig]:
     """Read the model's config and check that it can be served so, before any process or weight.
 
     Where the checkpoint has sums of its files (`engine.loader.checkpoint`), those are checked: a phase of its own.
@@ -149,7 +147,7 @@ def drive_worker_group(
     rendezvous: Rendezvous,
     channel: Channel | None,
     workers: Workers,
-    on_phase: OnPhase = lambda _: None,
+    on_phase: OnPhase = no_phases,
 ) -> tuple[WorkerGroupExecutor, ModelInfo]:
     """Be rank 0 of a group whose workers were started elsewhere with `worker_main`; returns when all are loaded.
 

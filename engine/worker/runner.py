@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -44,9 +46,21 @@ from parallel.group import Group
 
 logger = logging.getLogger(__name__)
 
+WEIGHTS = "weights"  # the phase of which a share is told
 WARM_UP_TOKENS = 32
 WARM_UP_CONTEXTS = (1, 1024)  # tokens; attention takes the keys of the first in one piece, of the second in several
 START_TIMEOUT = 300.0  # seconds that ranks wait for each other while they start and load
+
+
+class OnPhase(Protocol):
+    """Called with each phase of starting as it begins; and with a share of it, 0 to 1, whenever that is known."""
+
+    def __call__(self, name: str, share: float | None = None, /) -> None:
+        """Take in the phase."""
+
+
+def no_phases(name: str, share: float | None = None, /) -> None:
+    """Tell nobody."""
 
 
 class ModelRunner:
@@ -63,7 +77,7 @@ class ModelRunner:
         config: EngineConfig,
         group: Group,
         folder: ModelFolder | None = None,
-        on_phase: Callable[[str], None] = lambda _: None,
+        on_phase: OnPhase = no_phases,
     ) -> None:
         self._on_phase = on_phase
         folder = folder or open_model(config.source, impl=config.model_impl, overrides=config.hf_overrides)
@@ -89,7 +103,7 @@ class ModelRunner:
 
     def _start(self, shrink: bool) -> None:
         """Load, measure, allocate, warm up. shrink: whether a context that does not fit may be made shorter."""
-        with self._phase("weights"):
+        with self._phase(WEIGHTS):
             self.model: CausalLM = self._load()
             self._meet()
         self._attention = self._backend(self.config)
@@ -200,6 +214,7 @@ class ModelRunner:
                 self.dtype,
                 made,
                 expert_parallel=self.config.enable_expert_parallel,
+                told=partial(self._on_phase, WEIGHTS),
             )
             model.use_kernels(self._kernels)
             if self.config.quantize_lm_head:

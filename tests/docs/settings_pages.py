@@ -20,8 +20,8 @@ FLAGS = """\
 
 `make docs` writes this page from the parser of the command line; a test checks that it is up to date.
 
-Flags have vLLM's names where vLLM has them. A flag of `squadron serve` is also a [setting](configuration.md), spelt
-with underscores.
+Flags have vLLM's names where vLLM has them; [from-vllm.md](../guides/from-vllm.md) says what else is taken. A flag of
+`squadron serve` is also a [setting](configuration.md), spelt with underscores.
 """
 CONFIGURATION = """\
 # Configuration

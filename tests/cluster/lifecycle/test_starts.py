@@ -85,6 +85,27 @@ def test_a_crash_loop_slows_down_and_tells_why_and_when() -> None:
     }
 
 
+def test_share_of_a_phase_is_told_now_and_then_and_does_not_make_it_younger() -> None:
+    store = Store()
+    start = store.start("r")
+    start.phase("weights")
+    began = store.now
+    told = []
+    for seconds, share in ((0.5, 0.1), (1.0, 0.2), (1.5, 0.3), (2.5, 0.4)):
+        store.now = began + seconds
+        start.phase("weights", share)
+        told.append(store.records["r"].share)
+    assert told == [0.0, 0.2, 0.2, 0.4]
+    (state,) = replica_states([], [(store.records["r"], True)], 1, store.now)
+    assert state.public() == {"id": "r", "state": "starting", "seconds": 2.5, "phase": "weights", "share": 0.4}
+    start.phase("kv blocks")
+    assert store.records["r"].share == 0.0
+    start.ready()
+    store.now += 9
+    start.phase("weights", 0.5)
+    assert (store.records["r"].state, store.records["r"].phase) == ("ready", "")
+
+
 def test_nobody_is_held_back_while_it_is_not_known_who_lives() -> None:
     store = Store()
     for number in range(4):

@@ -240,6 +240,7 @@ def test_overrides_must_be_an_object(given):
         ("--disable-log-requests", ["--enable-log-requests"], None),
         ("--mamba-block-size", ["--block-size"], None),
         ("--hots", ["--host", "--port"], "--host"),
+        ("--max-model-length", ["--max-model-len", "--max-log-len"], "--max-model-len"),
         ("--maxmodel-len", ["--max-model-len", "--max-log-len"], "--max-model-len"),
         ("--len-max-model", ["--max-model-len"], "--max-model-len"),
         ("--max-loras", ["--max-replicas", "--max-log-len"], None),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -66,7 +68,8 @@ def test_the_start_waits_for_all_replicas_of_each_model(monkeypatch):
 
     def answer(request: httpx.Request) -> httpx.Response:
         asked.append(request)
-        return httpx.Response(200, json={"ready": True, "replicas": listed[min(len(asked), len(listed)) - 1]})
+        body = {"ready": True, "replicas": listed[min(len(asked), len(listed)) - 1]}
+        return httpx.Response(200, json=body | {"states": [len(asked)]})
 
     client = httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
     monkeypatch.setattr(deploy.serve.readiness, "client_for", lambda *_: client)
@@ -74,8 +77,10 @@ def test_the_start_waits_for_all_replicas_of_each_model(monkeypatch):
     monkeypatch.setattr(
         deploy.serve.readiness, "serve", SimpleNamespace(status=lambda: SimpleNamespace(applications={"app": status}))
     )
-    assert Readiness("app", "http://server", None, {"demo": 1, "other": 2}, print).wait() == BODIES
+    shown: list[Sequence[Any]] = []
+    assert Readiness("app", "http://server", None, {"demo": 1, "other": 2}, print, shown.append).wait() == BODIES
     assert len(asked) == 3
+    assert shown == [[1], [2], [3]]
 
 
 def test_a_lost_replica_is_told_with_its_model_and_those_of_others_are_not_counted():

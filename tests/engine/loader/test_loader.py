@@ -1,6 +1,7 @@
 import json
 import re
 import shutil
+from itertools import pairwise
 
 import httpx
 import pytest
@@ -8,12 +9,14 @@ import torch
 from huggingface_hub.errors import GatedRepoError
 from safetensors.torch import load_file, save_file
 
+from engine.config import EngineConfig
 from engine.errors import CheckpointError
 from engine.layers.embedding import ROW_MULTIPLE
 from engine.loader.checkpoint import find_checkpoint, open_model, read_config
 from engine.loader.safetensors_file import TensorOnDisk
 from engine.loader.weights import load_model
 from engine.models.blueprint import blueprint
+from engine.quantization.select import quantization_of
 from parallel.errors import ShardingError
 from parallel.group import SoloGroup
 from tests.parity.tiny_models import LLAMA3, make
@@ -279,6 +282,17 @@ def test_unknown_model_is_refused_in_a_sentence(monkeypatch, tmp_path):
         with pytest.raises(CheckpointError, match=word) as error:
             find_checkpoint(model)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_share_of_the_weights_that_is_read_grows_to_all(saved, quantization):
+    opened, told = open_model(str(saved / "llama")), []
+    made = quantization_of(EngineConfig("m", quantization=quantization, device="cpu"), None)
+    load_model(opened, opened.config.max_positions, SoloGroup(), torch.float32, made, told=told.append)
+    assert all(later > earlier - 1e-9 for earlier, later in pairwise(told))
+    assert len(told) > 3
+    assert 0 < told[0] < 0.9
+    assert told[-1] == pytest.approx(1.0)
 
 
 def test_the_config_may_be_told_to_say_something_else(tmp_path, saved):

@@ -218,6 +218,17 @@ def test_pinned_buffers_bring_every_chunk(checkpoint, monkeypatch):
     assert made == [(64,)] * 8, "two buffers for each thread, twice"
 
 
+def test_what_is_read_is_told_as_it_grows(checkpoint, monkeypatch):
+    monkeypatch.setattr(weight_reader.chunks_of, "__defaults__", (64,))
+    told = []
+    check(checkpoint, lambda reads: fill(reads, CPU, told=told.append))
+    parts = [told[: told.index(1.0) + 1], told[told.index(1.0) + 1 :]]
+    for shares in filter(None, parts):
+        assert shares == sorted(shares)
+        assert 0 < shares[0] < shares[-1] == 1.0
+    assert len(told) > 8
+
+
 def test_a_file_that_shrinks_while_it_is_read_is_named(checkpoint):
     file = checkpoint.folder / "model.safetensors"
     source = checkpoint.source("up")

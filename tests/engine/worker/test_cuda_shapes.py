@@ -16,7 +16,7 @@ from engine.llm import LLM
 from engine.report import PromptScores, StepInputs
 from engine.sampling.gumbel import Draws
 from engine.sampling_params import SamplingParams
-from engine.worker.runner import ModelRunner
+from engine.worker.runner import ModelRunner, no_phases
 from engine.worker.sleep import TAGS
 from parallel.group import SoloGroup
 from tests.cuda_shapes import cuda_in_shapes, why_no_shapes
@@ -47,7 +47,7 @@ def runner(played):
     return made()
 
 
-def made(gpu: str = "cuda:0", on_phase=lambda _: None, model="deploy/demo_model", **changes) -> ModelRunner:
+def made(gpu: str = "cuda:0", on_phase=no_phases, model="deploy/demo_model", **changes) -> ModelRunner:
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "num_kv_blocks": 70, "max_model_len": 1024}
     wanted = {"device": "cuda", "dtype": "bfloat16", "block_size": BLOCK, **sizes, **changes}
     return ModelRunner(EngineConfig(str(model), **wanted), SoloGroup(gpu), on_phase=on_phase)
@@ -148,7 +148,7 @@ def test_what_graphs_took_beside_their_own_memory_is_given_back_before_the_first
     """The runs before the recordings are on a stream of their own, whose memory no step could use."""
     log = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("given back"))
-    made(on_phase=log.append)
+    made(on_phase=lambda name, share=None: log.append(name))
     assert log[-2:] == ["graphs", "given back"]
 
 
