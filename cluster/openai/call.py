@@ -60,6 +60,7 @@ class Call:
     prompt was asked for, so the one token that the engine draws is neither shown nor counted.
     structured_param: the client's field that `params.structured` came from. tool_use: how tools are used, None = not
     at all; thinking: parser of what comes before the answer, None = nothing does. created: seconds since 1970.
+    shows_thinking: whether the answer holds what was thought. tokens_as_ids: log-probabilities name tokens by id.
     tells_cache: whether the answer tells what a prefix cache spared, which depends on what else was asked.
     ignored: fields of the client's that had no use (`Hints.names`).
     fits_output: `params.max_tokens` may be more than the context holds behind the prompt: it is cut to that.
@@ -88,6 +89,8 @@ class Call:
     tells_cache: bool = True
     ignored: tuple[str, ...] = ()
     fits_output: bool = False
+    shows_thinking: bool = True
+    tokens_as_ids: bool = False
 
     def clients_error(self, error: ApiError | InvalidRequestError) -> ApiError:
         """Return an error in the client's words, on every ingress: it names the field that the client sent."""

@@ -70,7 +70,7 @@ class Generation:
         streams = [s for one in requests for s in tokenizer.text_streams(call.params, one.prompt_token_ids)]
         begun = zip(streams, openings(call, self.prompts, tokenizer), strict=True)
         self._choices = [
-            Choice(i, stream, opening, answer_parser(call, requests[i // self._n], i, tokenizer))
+            Choice(i, stream, opening, answer_parser(call, requests[i // self._n], i, tokenizer), call.shows_thinking)
             for i, (stream, opening) in enumerate(begun)
         ]
         self._open = len(self._choices)
