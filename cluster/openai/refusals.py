@@ -86,7 +86,6 @@ CHAT_EXTENSIONS: Mapping[str, Refusal] = {
     "documents": Refusal(([],), "put them into a message"),
     "echo": Refusal((False,), "use completions, which has it"),
     "prompt": _use("messages, or completions"),
-    "thinking_token_budget": Refusal((), "use max_completion_tokens"),
 }
 # Fields of chats that some clients send with every call of theirs, and that could not change what it returns.
 SENT_ANYWHERE: Mapping[str, Refusal] = {

@@ -309,6 +309,9 @@ class ChatFields(GenerationFields):
     chat_template_kwargs: ChatTemplateKwargs | None = note(
         "enable_thinking and thinking, where the model's chat template reads them, else hints"
     )
+    thinking_token_budget: int | None = note(
+        "tokens after which thinking is ended; needs --reasoning-parser, n 1 and no log-probabilities", 1, _MAX
+    )
     include_reasoning: bool | None = note("false: thoughts are left out where the server parses them")
     separate_reasoning: bool | None = note("false: thoughts stay in the content, with their tags")
     add_generation_prompt: bool | None = note("false leaves the head of the assistant's turn out")

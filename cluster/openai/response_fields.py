@@ -236,6 +236,7 @@ REFUSED_RESPONSE: Mapping[str, Refusal] = {
     "structured_outputs": Refusal((), _ELSEWHERE),
     "regex": Refusal((), _ELSEWHERE),
     "ebnf": Refusal((), _ELSEWHERE),
+    "thinking_token_budget": Refusal((), "use chat completions, which have it"),
     "return_tokens_as_token_ids": Refusal((False,), "use chat completions, which have return_token_ids"),
     "reasoning_effort": Refusal((), "use reasoning.effort"),
     "n": Refusal((1,), "a response has one answer"),

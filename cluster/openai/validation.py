@@ -102,6 +102,7 @@ def parse_chat(fields: Mapping[str, Any], model: ServedModel) -> Call:
         structured_param=param,
         tool_use=use,
         thinking=thinking,
+        thinking_budget=_thinking_budget(checked, params, model),
         shows_thinking=checked.include_reasoning is not False,
         prompt_options=_prompt_options(checked, add_special_tokens=False),
         **_common("chatcmpl-", checked, params, model, hints),
@@ -201,6 +202,23 @@ def _chat_logprobs(checked: ChatFields) -> int | None:
             f"top_logprobs must be between 0 and 20, not {checked.top_logprobs}", "top_logprobs"
         )
     return (checked.top_logprobs or 0) if checked.logprobs else None
+
+
+def _thinking_budget(checked: ChatFields, params: SamplingParams, model: ServedModel) -> int | None:
+    """What ends the thinking is not drawn, so it has no log-probability; and choices would end theirs apart."""
+    budget, param = checked.thinking_token_budget, "thinking_token_budget"
+    if budget is None:
+        return None
+    if not 1 <= budget <= MAX_PRIORITY:
+        raise InvalidRequestError(f"{param} must be at least 1, not {budget}", param)
+    if model.reasoning_parser is None:
+        message = f"{param} needs a server with --reasoning-parser, which this one has not for the model"
+        raise InvalidRequestError(message, param, "unsupported_parameter")
+    if params.n > 1 or params.logprobs is not None or params.prompt_logprobs is not None:
+        raise InvalidRequestError(f"{param} is allowed only with n 1 and without log-probabilities", param)
+    if checked.separate_reasoning is False:
+        raise InvalidRequestError(f"{param} is not allowed with separate_reasoning=false", param)
+    return budget
 
 
 def _chat_max_tokens(checked: ChatFields) -> int | None:

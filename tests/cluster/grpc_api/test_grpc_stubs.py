@@ -24,6 +24,7 @@ HTTP_ONLY = {
     "regex": "sampling.structured_outputs",
     "ebnf": "sampling.structured_outputs",
     "return_tokens_as_token_ids": "log-probabilities have token_id and token",
+    "thinking_token_budget": "not there yet",
     "include_reasoning": "thoughts are a field of their own",
     "separate_reasoning": "thoughts are a field of their own",
 }

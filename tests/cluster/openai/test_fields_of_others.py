@@ -87,7 +87,7 @@ async def test_formats_of_sglang_reach_the_engine(model, where, fields, wanted):
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "the best 20 at most"),
         ({"prompt_logprobs": -1}, "prompt_logprobs", "the best 20 at most"),
         ({"logprob_token_ids": [1]}, "logprob_token_ids", "use logprobs"),
-        ({"thinking_token_budget": 10}, "thinking_token_budget", "use max_completion_tokens"),
+        ({"thinking_token_budget": 10}, "thinking_token_budget", "needs a server with --reasoning-parser"),
     ],
 )
 async def test_what_cannot_be_is_refused_with_what_can(model, fields, param, words):
