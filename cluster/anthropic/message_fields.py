@@ -171,8 +171,8 @@ class CountTokensFields(Fields):
     )
     tool_choice: MessageToolChoice | None = note("auto, any, tool or none, with disable_parallel_tool_use")
     thinking: ThinkingConfig | None = note(
-        "enabled, disabled, where the model's chat template reads it; adaptive: as the model does; budget_tokens is "
-        "a hint; display omitted leaves the text out"
+        "enabled, disabled, where the model's chat template reads it; adaptive: as the model does; budget_tokens "
+        "needs --reasoning-parser, else it is a hint; display omitted leaves the text out"
     )
     output_config: OutputConfig | None = note(
         "effort, where the model's chat template reads it; format json_schema (enforced) of an answer that is no call"

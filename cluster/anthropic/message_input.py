@@ -36,6 +36,7 @@ _OURS = {
     "reasoning_effort": "output_config.effort",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "chat_template_kwargs": "thinking",
+    "thinking_token_budget": "thinking.budget_tokens",
     "user": "metadata.user_id",
 }
 _MESSAGE = re.compile(r"messages\[(\d+)\]")
@@ -152,16 +153,19 @@ def _thinking(checked: CountTokensFields, model: ServedModel, hints: Hints) -> d
             raise InvalidRequestError(f"{param} is allowed only with type 'enabled'", param)
         if wanted.budget_tokens < 1:
             raise InvalidRequestError(f"{param} must be at least 1, not {wanted.budget_tokens}", param)
-        hints.leave(InvalidRequestError(f"{param} is not supported by this server; leave it out", param))
+        if model.reasoning_parser is None:
+            message = f"{param} needs a server with --reasoning-parser; leave it out"
+            hints.leave(InvalidRequestError(message, param, "unsupported_parameter"))
     if wanted.type == "adaptive":
         return {}
+    budget = {} if model.reasoning_parser is None else {"thinking_token_budget": wanted.budget_tokens}
     template = model.tokenizer.chat_template or ""
     read = [name for name in _SWITCHES if template_reads(template, name)]
     if not read:
         message = "thinking is not used by this model's chat template; leave it out"
         hints.leave(InvalidRequestError(message, "thinking", "unsupported_parameter"))
-        return {}
-    return {"chat_template_kwargs": dict.fromkeys(read, wanted.type == "enabled")}
+        return budget
+    return {"chat_template_kwargs": dict.fromkeys(read, wanted.type == "enabled"), **budget}
 
 
 def _output(checked: CountTokensFields) -> dict[str, Any]:

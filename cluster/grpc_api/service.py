@@ -141,7 +141,7 @@ class InferenceService:
             asked = parsed(pb.HealthRequest, body).model
             models = self._services.models
             if asked and asked not in models.names:
-                raise ApiError("model_not_found", "the model does not exist here", param="model")
+                raise ApiError("model_not_found", "The model does not exist.", param="model")
             fronts = [models.named(asked)] if asked else models
             return pb.HealthResponse(ready=any(front.ready() for front in fronts))
 

@@ -24,6 +24,8 @@ from cluster.batch.server.store import Store
 from cluster.error_forms import COUNT_TOKENS, MESSAGES, error_of, form_of
 from cluster.errors import ApiError
 from cluster.http.batch_routes import BatchRoutes, FileRoutes
+from cluster.http.compat_routes import InvocationsEndpoint, ScoringEndpoint, compat_routes
+from cluster.http.docs_page import openapi_page
 from cluster.http.drain_route import DrainNode, drain_route
 from cluster.http.endpoints import (
     EmbeddingsEndpoint,
@@ -41,8 +43,9 @@ from cluster.http.messages import VERSION_HEADER, CountTokensEndpoint, MessagesE
 from cluster.http.openapi import OPERATIONS, SERVED, openapi
 from cluster.http.sites import Sites
 from cluster.http.storage import FileThreads, Stored
-from cluster.http.ui import ui_route
+from cluster.http.ui import page_headers, ui_route
 from cluster.openai.frames import ChatFrames, CompletionFrames
+from cluster.openai.scoring import rerank_call, score_call
 from cluster.openai.served_model import ServedModel
 from cluster.openai.thread_pool import FairThreadPool
 from cluster.openai.validation import parse_chat, parse_completion
@@ -98,6 +101,7 @@ def build_app(
         *_model_routes(models),
         *_document_routes(tenancy.keyed, drain is not None),
         *_status_routes(metrics, models, ready),
+        *compat_routes(models, lambda: bool(ready()["ready"])),
         Route("/why/{name}", partial(_why, models)),
         ui_route(),
     ]
@@ -133,9 +137,18 @@ def _endpoint_routes(services: Services, kept: ResponseStore | None) -> list[Rou
     }
     if kept is not None:
         kept.serve(generating)
+    embeddings = EmbeddingsEndpoint(services)
+    by_field = {
+        "messages": generating["/v1/chat/completions"],
+        "prompt": generating["/v1/completions"],
+        "input": embeddings,
+    }
     endpoints: dict[str, ASGIApp] = {
         **{path: KeptEndpoint(one, services, path, kept) for path, one in generating.items()},
-        "/v1/embeddings": EmbeddingsEndpoint(services),
+        "/v1/embeddings": embeddings,
+        "/v1/score": ScoringEndpoint(services, score_call),
+        "/v1/rerank": ScoringEndpoint(services, rerank_call),
+        "/invocations": InvocationsEndpoint(services, by_field),
         MESSAGES: MessagesEndpoint(services),
         COUNT_TOKENS: CountTokensEndpoint(services),
         "/tokenize": TokensEndpoint(services, tokenize),
@@ -207,7 +220,14 @@ def _document_routes(keyed: bool, drains: bool) -> list[Route]:
     async def show_version(_: Request) -> Response:
         return _json({"version": version("squadron")})
 
-    return [Route("/openapi.json", show_document), Route("/version", show_version)]
+    @cache
+    def page() -> str:
+        return openapi_page(openapi(OPERATIONS if drains else SERVED, keyed))
+
+    async def show_page(_: Request) -> Response:
+        return Response(page(), headers=page_headers(page()), media_type="text/html")
+
+    return [Route("/openapi.json", show_document), Route("/docs", show_page), Route("/version", show_version)]
 
 
 def _status_routes(metrics: Metrics, models: Models, ready: Callable[[], ReadyBody]) -> list[Route]:

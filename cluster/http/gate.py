@@ -32,9 +32,9 @@ from cluster.token_source import CallContext
 if TYPE_CHECKING:
     from cluster.telemetry.tracing.call_trace import CallTrace
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/ping"})
 SCRAPED_PATHS = frozenset({"/metrics", "/ready"})  # all that a key for scraping opens
-PAGES = frozenset({"/ui"})  # where a browser goes, which asks its user for the key when the answer says how
+PAGES = frozenset({"/ui", "/docs"})  # where a browser goes, which asks its user for the key when the answer says how
 _ASK_THE_USER = (b"www-authenticate", b'Basic realm="Squadron: the API key as password", charset="UTF-8"')
 KEY_HEADER = "x-api-key"  # as Anthropic's clients send keys; `Authorization` goes first
 log = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from cluster.anthropic.message_output import MessageWriter
 from cluster.errors import ApiError
 from cluster.http.asgi import Answer
 from cluster.http.endpoints import Endpoint, Incoming, Services, TokensEndpoint, begun
+from cluster.http.kept_answers import KEY_HEADER, LAST_HEADER
 from cluster.openai.served_model import ServedModel
 from engine.errors import InvalidRequestError
 from engine.request import Request
@@ -35,7 +36,7 @@ class MessagesEndpoint(Endpoint):
 
     @override
     async def _respond(self, scope: Scope, receive: Receive, answer: Answer) -> None:
-        check_version(scope)
+        _check_headers(scope)
         await super()._respond(scope, receive, answer)
 
     async def _answer(self, incoming: Incoming, answer: Answer) -> None:
@@ -71,13 +72,18 @@ class CountTokensEndpoint(TokensEndpoint):
 
     @override
     async def _respond(self, scope: Scope, receive: Receive, answer: Answer) -> None:
-        check_version(scope)
+        _check_headers(scope)
         await super()._respond(scope, receive, answer)
 
 
-def check_version(scope: Scope) -> None:
-    """Raise `ApiError` (400) for a version of the API that is not served: its messages looked otherwise."""
-    version = Headers(scope=scope).get(VERSION_HEADER, VERSION)
+def _check_headers(scope: Scope) -> None:
+    """Raise `ApiError` (400) for a version whose messages looked otherwise, and for an answer that is to be kept."""
+    headers = Headers(scope=scope)
+    for name in (KEY_HEADER, LAST_HEADER):
+        if name in headers:
+            message = f"{name} is not taken here; chat completions, completions and responses can be kept"
+            raise ApiError("unsupported_parameter", message, param=name)
+    version = headers.get(VERSION_HEADER, VERSION)
     if not _DATE.fullmatch(version) or version < VERSION:
         message = f"{VERSION_HEADER} must be {VERSION} or a later date, not {version[:100]!r}"
         raise ApiError("unsupported_value", message, param=VERSION_HEADER)

@@ -22,6 +22,7 @@ from cluster.openai.embeddings import EmbeddingFields
 from cluster.openai.fields import Fields
 from cluster.openai.request_fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
 from cluster.openai.response_fields import ItemsQuery, ResponseQuery, ResponseRequest
+from cluster.openai.scoring import RerankFields, ScoreFields
 
 _REFS = "#/components/schemas/{model}"
 _STRING, _INTEGER = {"type": "string"}, {"type": "integer"}
@@ -232,6 +233,30 @@ SERVED: Sequence[Operation] = (
         EmbeddingFields,
     ),
     Operation(
+        "/v1/score",
+        "Tell how alike texts are: the cosine of their embeddings.",
+        _object(
+            id=_STRING,
+            object={"const": "list"},
+            created=_INTEGER,
+            model=_STRING,
+            data=_list(_object(index=_INTEGER, object={"const": "score"}, score={"type": "number"})),
+            usage=_object(prompt_tokens=_INTEGER, total_tokens=_INTEGER),
+        ),
+        ScoreFields,
+    ),
+    Operation(
+        "/v1/rerank",
+        "Sort documents by how alike they are to a query, by the cosine of embeddings.",
+        _object(
+            id=_STRING,
+            model=_STRING,
+            results=_list(_object(index=_INTEGER, relevance_score={"type": "number"})),
+            usage=_object(prompt_tokens=_INTEGER, total_tokens=_INTEGER),
+        ),
+        RerankFields,
+    ),
+    Operation(
         "/tokenize",
         "Turn a text or a conversation into tokens.",
         _object(count=_INTEGER, max_model_len=_INTEGER, tokens=_list(_INTEGER)),
@@ -240,6 +265,13 @@ SERVED: Sequence[Operation] = (
     Operation("/detokenize", "Turn tokens into text.", _object(prompt=_STRING), DetokenizeFields),
     *STORAGE_OPERATIONS,
     Operation("/v1/models", "List the models.", _object(object={"const": "list"}, data=_list(_CARD))),
+    Operation(
+        "/tokenizer_info",
+        "Describe the tokenizer, for clients that tokenize by themselves.",
+        _object(tokenizer_class=_STRING, vocab_size=_INTEGER, model_max_length=_INTEGER),
+    ),
+    Operation("/load", "Tell how many requests run or wait in this router.", _object(server_load=_INTEGER)),
+    Operation("/ping", "Tell whether requests can be served.", _object(status=_STRING), open=True, not_yet=True),
     Operation("/version", "Tell the version.", _object(version=_STRING)),
     Operation("/health", "Tell that the process lives.", _object(status=_STRING), open=True),
     Operation("/ready", "Tell whether requests can be served.", _object(ready={"type": "boolean"}), not_yet=True),

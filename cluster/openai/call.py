@@ -60,6 +60,8 @@ class Call:
     prompt was asked for, so the one token that the engine draws is neither shown nor counted.
     structured_param: the client's field that `params.structured` came from. tool_use: how tools are used, None = not
     at all; thinking: parser of what comes before the answer, None = nothing does. created: seconds since 1970.
+    thinking_budget: tokens after which thinking is ended, None = it ends by itself.
+    shows_thinking: whether the answer holds what was thought. tokens_as_ids: log-probabilities name tokens by id.
     tells_cache: whether the answer tells what a prefix cache spared, which depends on what else was asked.
     ignored: fields of the client's that had no use (`Hints.names`).
     fits_output: `params.max_tokens` may be more than the context holds behind the prompt: it is cut to that.
@@ -88,6 +90,9 @@ class Call:
     tells_cache: bool = True
     ignored: tuple[str, ...] = ()
     fits_output: bool = False
+    shows_thinking: bool = True
+    thinking_budget: int | None = None
+    tokens_as_ids: bool = False
 
     def clients_error(self, error: ApiError | InvalidRequestError) -> ApiError:
         """Return an error in the client's words, on every ingress: it names the field that the client sent."""
@@ -116,8 +121,9 @@ def build_requests(call: Call, model: ServedModel) -> list[Request]:
     for ids in prompts:
         _check_length(len(ids), wanted, model, param)
     params = model.tokenizer.with_bad_words(call.params)
-    if call.fits_output and params.max_tokens is not None:
-        params = replace(params, max_tokens=min(params.max_tokens, model.longest_sequence - max(map(len, prompts))))
+    if call.fits_output or call.thinking_budget is not None:
+        room = model.longest_sequence - max(map(len, prompts))
+        params = replace(params, max_tokens=min(params.max_tokens or room, room))
     return [_request(call, params, number, ids, len(prompts)) for number, ids in enumerate(prompts)]
 
 

@@ -66,8 +66,14 @@ class Choice:
     """Turns the token chunks of one choice into deltas."""
 
     def __init__(
-        self, index: int, stream: TextStream, opening: Opening | None = None, parser: AnswerParser | None = None
+        self,
+        index: int,
+        stream: TextStream,
+        opening: Opening | None = None,
+        parser: AnswerParser | None = None,
+        shows_thinking: bool = True,
     ) -> None:
+        self._shows_thinking = shows_thinking
         self.done = False
         self.reasoning_tokens = 0
         self._index = index
@@ -134,6 +140,8 @@ class Choice:
             self.done = True
             delta.finish_reason = "stop"
         delta.finish_reason = delta.finish_reason and parser.finish_reason(delta.finish_reason)
+        if not self._shows_thinking:
+            delta.reasoning = ""
         return delta
 
     def _push_placed(self, chunk: TokenChunk, stop_token: bool) -> tuple[str, list[PlacedLogprob]]:

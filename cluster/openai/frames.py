@@ -155,7 +155,8 @@ class CompletionFrames(Frames):
         return {"index": index, "text": text, **extras, "finish_reason": whole.finish_reason}
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
-        return completion_logprobs(delta.logprobs, self._tokenizer, self._call.params.logprobs or 0)
+        call = self._call
+        return completion_logprobs(delta.logprobs, self._tokenizer, call.params.logprobs or 0, call.tokens_as_ids)
 
 
 class ChatFrames(Frames):
@@ -223,7 +224,8 @@ class ChatFrames(Frames):
         return self._prompt_extras(0)
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
-        return chat_logprobs(delta.logprobs, self._tokenizer, self._call.params.logprobs or 0)
+        call = self._call
+        return chat_logprobs(delta.logprobs, self._tokenizer, call.params.logprobs or 0, call.tokens_as_ids)
 
 
 def usage_body(usage: TokenUsage) -> dict[str, Any]:
@@ -248,28 +250,36 @@ def _call_body(call: CallDelta) -> dict[str, Any]:
     return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
-def chat_logprobs(placed: Sequence[PlacedLogprob], tokenizer: Tokenizer, top: int) -> dict[str, Any]:
-    """Chat format: an entry for each token, each with its `top` best alternatives, and the bytes of all of them."""
+def chat_logprobs(
+    placed: Sequence[PlacedLogprob], tokenizer: Tokenizer, top: int, as_ids: bool = False
+) -> dict[str, Any]:
+    """Chat format: an entry for each token, each with its `top` best alternatives, and the bytes of all of them.
+
+    as_ids: tokens are named by their ids.
+    """
     content = []
     for one in placed:
-        entry = _chat_entry(one.logprob.token_id, one.logprob.logprob, tokenizer)
-        entry["top_logprobs"] = [_chat_entry(token, value, tokenizer) for token, value in one.logprob.top[:top]]
+        entry = _chat_entry(one.logprob.token_id, one.logprob.logprob, tokenizer, as_ids)
+        best = one.logprob.top[:top]
+        entry["top_logprobs"] = [_chat_entry(token, value, tokenizer, as_ids) for token, value in best]
         content.append(entry)
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(placed: Sequence[PlacedLogprob], tokenizer: Tokenizer, top: int) -> dict[str, Any]:
+def completion_logprobs(
+    placed: Sequence[PlacedLogprob], tokenizer: Tokenizer, top: int, as_ids: bool = False
+) -> dict[str, Any]:
     """Completions format: parallel lists. The chosen token is always among its own alternatives.
 
-    The first token of an echoed prompt has null. With a `top` of 0 it is the only one there.
+    The first token of an echoed prompt has null. With a `top` of 0 it is the only one there. as_ids: as above.
     """
     logprobs = [(one.logprob, one.told) for one in placed]
     return {
-        "tokens": [_name(one.token_id, tokenizer) for one, _ in logprobs],
+        "tokens": [_name(one.token_id, tokenizer, as_ids) for one, _ in logprobs],
         "token_logprobs": [_finite(one.logprob) if told else None for one, told in logprobs],
         "top_logprobs": [
             {
-                _name(token, tokenizer): _finite(value)
+                _name(token, tokenizer, as_ids): _finite(value)
                 for token, value in (*one.top[:top], (one.token_id, one.logprob))
             }
             if told
@@ -305,13 +315,16 @@ def _ranked(one: TokenLogprob, tokenizer: Tokenizer, top: int) -> dict[str, Any]
     }
 
 
-def _chat_entry(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
+def _chat_entry(token_id: int, logprob: float, tokenizer: Tokenizer, as_ids: bool = False) -> dict[str, Any]:
     spelled = tokenizer.token_bytes(token_id)
-    return {"token": spelled.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(spelled)}
+    name = f"token_id:{token_id}" if as_ids else spelled.decode(errors="replace")
+    return {"token": name, "logprob": _finite(logprob), "bytes": list(spelled)}
 
 
-def _name(token_id: int, tokenizer: Tokenizer) -> str:
-    """The token's text; one that is half a character is spelled `bytes:\\xf0\\x9f`, as OpenAI does."""
+def _name(token_id: int, tokenizer: Tokenizer, as_ids: bool) -> str:
+    """The token's text, or its id; one that is half a character is spelled `bytes:\\xf0\\x9f`, as OpenAI does."""
+    if as_ids:
+        return f"token_id:{token_id}"
     spelled = tokenizer.token_bytes(token_id)
     try:
         return spelled.decode()

@@ -26,6 +26,7 @@ from cluster.openai.choices import (
 )
 from cluster.openai.frames import Frames
 from cluster.openai.served_model import ServedModel
+from cluster.openai.thinking_budget import BoundThinking
 from cluster.openai.token_order import token_by_token
 from cluster.telemetry.metrics import RequestTrack
 from cluster.token_source import TokenChunk, TokenSource
@@ -61,6 +62,8 @@ class Generation:
         again = f"@{secrets.token_hex(4)}" if self._log.continues else ""
         self._requests = [replace(one, request_id=one.request_id + again) for one in requests] if again else requests
         self._source = source
+        if call.thinking_budget is not None and call.thinking is not None:
+            self._source = BoundThinking(source, call.thinking_budget, call.thinking, tokenizer)
         self._track = track
         self._n = call.params.n
         self._counted = not call.echo_only
@@ -70,7 +73,7 @@ class Generation:
         streams = [s for one in requests for s in tokenizer.text_streams(call.params, one.prompt_token_ids)]
         begun = zip(streams, openings(call, self.prompts, tokenizer), strict=True)
         self._choices = [
-            Choice(i, stream, opening, answer_parser(call, requests[i // self._n], i, tokenizer))
+            Choice(i, stream, opening, answer_parser(call, requests[i // self._n], i, tokenizer), call.shows_thinking)
             for i, (stream, opening) in enumerate(begun)
         ]
         self._open = len(self._choices)

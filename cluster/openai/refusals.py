@@ -69,12 +69,10 @@ EXTENSIONS: Mapping[str, Refusal] = {
     "guided_whitespace_pattern": Refusal((), "write the white space into structured_outputs={'grammar': ...}"),
     "structural_tag": _use("tools or structured_outputs={'grammar': ...}"),
     "json_schema": _use("response_format or structured_outputs={'json': ...}"),
-    "regex": _use("structured_outputs={'regex': ...}"),
-    "ebnf": _use("structured_outputs={'grammar': ...}"),
     "use_beam_search": Refusal((False,), "ask for n choices and choose among them"),
     "length_penalty": Refusal((1, 1.0), "there is no beam search", (int, float)),
     "spaces_between_special_tokens": Refusal((True,)),
-    "return_tokens_as_token_ids": _use("return_token_ids", (False,)),
+    "logprob_token_ids": _use("logprobs, which tell the 20 best of each token", ([],)),
     "logits_processors": _use("logit_bias, allowed_token_ids or structured_outputs", ([],)),
     "mm_processor_kwargs": Refusal(({},), "this model reads text only", (dict,)),
     "media_io_kwargs": Refusal(({},), "this model reads text only", (dict,)),
@@ -88,9 +86,6 @@ CHAT_EXTENSIONS: Mapping[str, Refusal] = {
     "documents": Refusal(([],), "put them into a message"),
     "echo": Refusal((False,), "use completions, which has it"),
     "prompt": _use("messages, or completions"),
-    "include_reasoning": Refusal((True,), "ignore reasoning_content"),
-    "separate_reasoning": Refusal((True,), "the server's --reasoning-parser says whether it is"),
-    "thinking_token_budget": Refusal((), "use max_completion_tokens"),
 }
 # Fields of chats that some clients send with every call of theirs, and that could not change what it returns.
 SENT_ANYWHERE: Mapping[str, Refusal] = {

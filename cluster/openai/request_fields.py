@@ -176,7 +176,7 @@ def from_response_format(wanted: ResponseFormat) -> StructuredOutput | None:
         if wanted.json_schema is None:
             param = "response_format.json_schema"
             raise InvalidRequestError(f"{param} is missing", param, "missing_parameter")
-        return _structured("json_schema", wanted.json_schema.schema_, "response_format.json_schema.schema")
+        return structured_output("json_schema", wanted.json_schema.schema_, "response_format.json_schema.schema")
     if wanted.json_schema is not None:
         param = "response_format.json_schema"
         raise InvalidRequestError(f"{param} is allowed only with response_format.type 'json_schema'", param)
@@ -192,11 +192,11 @@ def from_structured_outputs(wanted: StructuredOutputs) -> StructuredOutput:
             "structured_outputs",
         )
     if wanted.json_ is not None:
-        return _structured("json_schema", wanted.json_, "structured_outputs.json")
+        return structured_output("json_schema", wanted.json_, "structured_outputs.json")
     if wanted.regex is not None:
-        return _structured("regex", wanted.regex, "structured_outputs.regex")
+        return structured_output("regex", wanted.regex, "structured_outputs.regex")
     if wanted.grammar is not None:
-        return _structured("grammar", wanted.grammar, "structured_outputs.grammar")
+        return structured_output("grammar", wanted.grammar, "structured_outputs.grammar")
     if wanted.choice is not None:
         return _choice(wanted.choice)
     return StructuredOutput("json_object")
@@ -206,11 +206,11 @@ def _choice(choices: tuple[str, ...]) -> StructuredOutput:
     param = "structured_outputs.choice"
     if not 1 <= len(choices) <= MAX_CHOICES or not all(choices):
         raise InvalidRequestError(f"{param} must hold 1 to {MAX_CHOICES} strings, none of them empty", param)
-    return _structured("choice", _encoded(list(choices)), param)
+    return structured_output("choice", _encoded(list(choices)), param)
 
 
-def _structured(kind: GrammarKind, text: str, param: str) -> StructuredOutput:
-    """The engine's own check, with the client's name of the field."""
+def structured_output(kind: GrammarKind, text: str, param: str) -> StructuredOutput:
+    """Return what the output must match; raises `InvalidRequestError` with the client's name of the field."""
     if not text:
         raise InvalidRequestError(f"{param} must not be empty", param)
     try:
@@ -261,6 +261,8 @@ class GenerationFields(Fields):
     structured_outputs: StructuredOutputs | None = note(
         "exactly one of json, regex, choice, grammar (EBNF), json_object; needs the extra 'structured'"
     )
+    regex: str | None = note("as structured_outputs={'regex': ...}")
+    ebnf: str | None = note("as structured_outputs={'grammar': ...}")
     truncate_prompt_tokens: int | None = note("keep the last k tokens of the prompt; -1: as many as fit", -1, _MAX)
     add_special_tokens: bool | None = note("whether the tokenizer adds its own (BOS); default true, in chats false")
     stream: bool = note("server-sent events", default=False)
@@ -272,6 +274,7 @@ class GenerationFields(Fields):
     )
     cache_salt: str | None = note("only requests with the same salt share cached prefixes; at most 256 bytes")
     return_token_ids: bool = note("token_ids of choices and prompt_token_ids", default=False)
+    return_tokens_as_token_ids: bool = note("tokens of logprobs are written as token_id:ID", default=False)
 
 
 class CompletionFields(GenerationFields):
@@ -306,6 +309,11 @@ class ChatFields(GenerationFields):
     chat_template_kwargs: ChatTemplateKwargs | None = note(
         "enable_thinking and thinking, where the model's chat template reads them, else hints"
     )
+    thinking_token_budget: int | None = note(
+        "tokens after which thinking is ended; needs --reasoning-parser, n 1 and no log-probabilities", 1, _MAX
+    )
+    include_reasoning: bool | None = note("false: thoughts are left out where the server parses them")
+    separate_reasoning: bool | None = note("false: thoughts stay in the content, with their tags")
     add_generation_prompt: bool | None = note("false leaves the head of the assistant's turn out")
     continue_final_message: bool = note("the output goes on with the last message", default=False)
 

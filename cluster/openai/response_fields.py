@@ -44,10 +44,22 @@ def _text_or_items(value: Any) -> Any:
     return value
 
 
+def _tool_type(value: Any) -> Any:
+    if value != "function":
+        raise PydanticCustomError(
+            "tool_type",
+            "must be 'function', the one kind that there is, not {kind}: this server runs no tools of its own "
+            "(web_search, file_search, code_interpreter, computer, image_generation, mcp, shell); send a function "
+            "and answer its calls",
+            {"kind": repr(value)[:100]},
+        )
+    return value
+
+
 class FunctionTool(Fields):
     """A function that the model may call."""
 
-    type: Literal["function"]
+    type: Annotated[str, BeforeValidator(_tool_type), WithJsonSchema({"const": "function"})]
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -222,6 +234,9 @@ REFUSED_RESPONSE: Mapping[str, Refusal] = {
     "response_format": Refusal((), "use text.format"),
     "json_schema": Refusal((), "use text.format"),
     "structured_outputs": Refusal((), _ELSEWHERE),
+    "regex": Refusal((), _ELSEWHERE),
+    "ebnf": Refusal((), _ELSEWHERE),
+    "thinking_token_budget": Refusal((), "use chat completions, which have it"),
     "return_tokens_as_token_ids": Refusal((False,), "use chat completions, which have return_token_ids"),
     "reasoning_effort": Refusal((), "use reasoning.effort"),
     "n": Refusal((1,), "a response has one answer"),

@@ -28,6 +28,7 @@ from cluster.openai.request_fields import (
     NamedTool,
     from_response_format,
     from_structured_outputs,
+    structured_output,
 )
 from cluster.openai.served_model import ServedModel
 from engine.errors import InvalidRequestError
@@ -58,6 +59,7 @@ def parse_completion(fields: Mapping[str, Any], model: ServedModel) -> Call:
     hints = Hints(model.strict_fields)
     checked = checked_fields(CompletionFields, fields, REFUSED_COMPLETION, hints)
     refuse_other_models(checked.model, model)
+    _refuse_all(checked.logprobs, "logprobs")
     more: dict[str, Any] = {"logprobs": checked.logprobs}
     echo_only = checked.echo and checked.max_tokens == 0
     if echo_only:
@@ -93,7 +95,7 @@ def parse_chat(fields: Mapping[str, Any], model: ServedModel) -> Call:
         max_tokens=_chat_max_tokens(checked),
         structured=structured,
     )
-    thinking = model.reasoning_parser if structured is None else None
+    thinking = model.reasoning_parser if structured is None and checked.separate_reasoning is not False else None
     params = _showing_markers(params, use, thinking, model)
     conversation = conversation_of(checked, model, hints)
     return Call(
@@ -101,6 +103,8 @@ def parse_chat(fields: Mapping[str, Any], model: ServedModel) -> Call:
         structured_param=param,
         tool_use=use,
         thinking=thinking,
+        thinking_budget=_thinking_budget(checked, params, model),
+        shows_thinking=checked.include_reasoning is not False,
         prompt_options=_prompt_options(checked, add_special_tokens=False),
         **_common("chatcmpl-", checked, params, model, hints),
     )
@@ -108,6 +112,7 @@ def parse_chat(fields: Mapping[str, Any], model: ServedModel) -> Call:
 
 def _sampling_params(checked: GenerationFields, hints: Hints, model: ServedModel, **more: Any) -> SamplingParams:
     """Return what the request says, and where it says nothing what the model's generation config does."""
+    _refuse_all(checked.prompt_logprobs, "prompt_logprobs")
     given = {name: value for name in _SAMPLING if (value := getattr(checked, name)) is not None}
     stop = given.get("stop", ())
     if len(stop) <= MAX_STOPS and "" in stop and not hints.strict:  # a string that is never reached stops nothing
@@ -137,6 +142,7 @@ def _common(
         "continuous_usage": options is not None and options.include_usage and options.continuous_usage_stats,
         "prompt_logprobs": checked.prompt_logprobs,
         "return_token_ids": checked.return_token_ids,
+        "tokens_as_ids": checked.return_tokens_as_token_ids,
         "priority": checked.priority,
         "cache_salt": checked_salt(checked.cache_salt),
         "client_id": client_id,
@@ -169,17 +175,30 @@ def _prompt_options(checked: GenerationFields, add_special_tokens: bool) -> Prom
 def _structured(checked: GenerationFields, chat: ChatFields | None = None) -> tuple[StructuredOutput | None, str]:
     """What the output must match, and the field that says so."""
     wanted = chat.response_format if chat is not None else None
-    format_ = None if wanted is None else from_response_format(wanted)
-    if checked.structured_outputs is None:
-        return format_, "response_format" if format_ is not None else ""
-    if format_ is not None:
-        raise InvalidRequestError(
-            "structured_outputs and response_format say the same thing: send one of them", "structured_outputs"
-        )
-    return from_structured_outputs(checked.structured_outputs), "structured_outputs"
+    found: dict[str, StructuredOutput] = {}
+    if wanted is not None and (format_ := from_response_format(wanted)) is not None:
+        found["response_format"] = format_
+    if checked.structured_outputs is not None:
+        found["structured_outputs"] = from_structured_outputs(checked.structured_outputs)
+    if checked.regex is not None:
+        found["regex"] = structured_output("regex", checked.regex, "regex")
+    if checked.ebnf is not None:
+        found["ebnf"] = structured_output("grammar", checked.ebnf, "ebnf")
+    if len(found) > 1:
+        both = " and ".join(reversed(found))
+        raise InvalidRequestError(f"{both} say the same thing: send one of them", next(reversed(found)))
+    return next(((one, name) for name, one in found.items()), (None, ""))
+
+
+def _refuse_all(top: int | None, param: str) -> None:
+    """vLLM takes -1 for all tokens of the vocabulary where it was started so."""
+    if top == -1:
+        message = f"{param} -1 asks for all tokens of the vocabulary; this server tells the best 20 at most: send 20"
+        raise InvalidRequestError(message, param, "unsupported_value")
 
 
 def _chat_logprobs(checked: ChatFields) -> int | None:
+    _refuse_all(checked.top_logprobs, "top_logprobs")
     if checked.top_logprobs and not checked.logprobs:
         raise InvalidRequestError("top_logprobs is allowed only with logprobs=true", "top_logprobs")
     if checked.top_logprobs is not None and not 0 <= checked.top_logprobs <= 20:
@@ -187,6 +206,23 @@ def _chat_logprobs(checked: ChatFields) -> int | None:
             f"top_logprobs must be between 0 and 20, not {checked.top_logprobs}", "top_logprobs"
         )
     return (checked.top_logprobs or 0) if checked.logprobs else None
+
+
+def _thinking_budget(checked: ChatFields, params: SamplingParams, model: ServedModel) -> int | None:
+    """What ends the thinking is not drawn, so it has no log-probability; and choices would end theirs apart."""
+    budget, param = checked.thinking_token_budget, "thinking_token_budget"
+    if budget is None:
+        return None
+    if not 1 <= budget <= MAX_PRIORITY:
+        raise InvalidRequestError(f"{param} must be at least 1, not {budget}", param)
+    if model.reasoning_parser is None:
+        message = f"{param} needs a server with --reasoning-parser, which this one has not for the model"
+        raise InvalidRequestError(message, param, "unsupported_parameter")
+    if params.n > 1 or params.logprobs is not None or params.prompt_logprobs is not None:
+        raise InvalidRequestError(f"{param} is allowed only with n 1 and without log-probabilities", param)
+    if checked.separate_reasoning is False:
+        raise InvalidRequestError(f"{param} is not allowed with separate_reasoning=false", param)
+    return budget
 
 
 def _chat_max_tokens(checked: ChatFields) -> int | None:
@@ -297,8 +333,8 @@ def refuse_other_models(name: str, model: ServedModel) -> None:
 
 def unknown_model(name: str, known: Iterable[str]) -> ApiError:
     """Return the error (404) for a model that is not served."""
-    there = ", ".join([repr(one) for one in known])
-    message = f"the model {name[:100]!r} does not exist here; this server has {there}"
+    there = ", ".join([f"`{one}`" for one in known])
+    message = f"The model `{name[:100]}` does not exist. This server has {there}."  # as clients of vLLM look for it
     return ApiError("model_not_found", message, param="model")
 
 

@@ -25,6 +25,7 @@ from engine.text.detokenizer import StopStrings, TextDecoders, TextStream
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 MOST_TOLD = 500  # characters of the libraries' errors
 TAKEN_AS_DECLARED = ("llama", "qwen3", "gemma2", "gemma3_text")
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 LONG_TEXT = 16_384  # characters from which on encoding takes milliseconds: worth a thread, and worth freeing the GIL
 
 
@@ -111,6 +112,15 @@ class Tokenizer:
             if within[:1] != alone[:1] and len(within) == len(alone):
                 found[tuple(within)] = None
         return replace(params, bad_words_ids=tuple(found))
+
+    def info(self) -> dict[str, Any]:
+        """Return what describes it to clients that tokenize by themselves: special tokens as texts, the template."""
+        return {
+            "tokenizer_class": type(self._hf).__name__,
+            "vocab_size": self.vocab_size,
+            "chat_template": self.chat_template,
+            **{name: getattr(self._hf, name) for name in SPECIAL_TOKENS},
+        }
 
     @property
     def chat_template(self) -> str | None:

@@ -257,7 +257,7 @@ async def test_an_unknown_model_is_told_in_words(browser, model):
         told = await tab.text(".error")
         assert (
             "no such model" in told
-            and "'other' does not exist here" in told
+            and "`other` does not exist" in told
             and "model_not_found" in told
             and "request req-" in told
         )

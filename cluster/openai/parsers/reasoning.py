@@ -83,6 +83,11 @@ class ReasoningParser:
             for tag in (cls.opening, cls.closing)
         )
 
+    @classmethod
+    def forced_end(cls) -> str:
+        """Return what ends the thinking where the model does not, up to the beginning of the answer."""
+        return f"\n{cls.closing}\n\n"
+
     def _read_opening(self) -> bool:
         """Read the tag that a text may begin with; False = not yet known whether it does."""
         text = self._held.lstrip()
@@ -164,6 +169,7 @@ class GptOssParser(ReasoningParser):
     begins: ClassVar[tuple[str, ...]] = ("<|start|>assistant", "<|channel|>")
     start: ClassVar[str] = "<|start|>"  # ends a message whose end was left out, too
     ends: ClassVar[tuple[str, ...]] = ("<|end|>", "<|return|>", "<|call|>", start)
+    answer_head: ClassVar[str] = "<|start|>assistant<|channel|>final<|message|>"
     half_head: ClassVar[re.Pattern[str]] = re.compile(r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w*)?")
 
     def __init__(self, thinking: bool | None = None) -> None:
@@ -188,6 +194,11 @@ class GptOssParser(ReasoningParser):
                 piece, more, self._held = self._held, False, ""
             shown[within] += piece
         return Thought(shown[True], shown[False])
+
+    @classmethod
+    def forced_end(cls) -> str:
+        """See `ReasoningParser.forced_end`."""
+        return cls.closing + cls.answer_head
 
     def finish(self) -> Thought:
         """See `ReasoningParser.finish`; half a head between messages is nobody's."""

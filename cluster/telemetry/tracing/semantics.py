@@ -83,5 +83,7 @@ HTTP_OPERATIONS: Mapping[str, str] = {
     "/v1/responses": CHAT,
     "/v1/messages": CHAT,
     "/v1/embeddings": EMBEDDINGS,
+    "/v1/score": EMBEDDINGS,
+    "/v1/rerank": EMBEDDINGS,
 }
 RPC_OPERATIONS: Mapping[str, str] = {"Chat": CHAT, "Generate": TEXT_COMPLETION, "Embed": EMBEDDINGS}

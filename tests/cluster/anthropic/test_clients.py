@@ -92,6 +92,14 @@ async def test_other_versions_of_the_api_are_refused(model):
         assert answer.status_code == 200
 
 
+@pytest.mark.parametrize("header", ["idempotency-key", "last-event-id"])
+async def test_messages_cannot_be_kept_and_say_so(model, header):
+    source = saying(model, "ok")
+    answer = await post(source, model, headers={header: "1"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, header)
+    assert not source.requests
+
+
 async def test_models_are_listed_in_anthropics_form_to_who_names_its_version(model):
     async with client_for(app_for(saying(model, "ok"), model)) as client:
         plain = (await client.get("/v1/models")).json()

@@ -21,6 +21,12 @@ HTTP_ONLY = {
     "safety_identifier": "a label that changes nothing",
     "prompt_cache_key": "a label that changes nothing",
     "encoding_format": "vectors are floats",
+    "regex": "sampling.structured_outputs",
+    "ebnf": "sampling.structured_outputs",
+    "return_tokens_as_token_ids": "log-probabilities have token_id and token",
+    "thinking_token_budget": "not there yet",
+    "include_reasoning": "thoughts are a field of their own",
+    "separate_reasoning": "thoughts are a field of their own",
 }
 
 

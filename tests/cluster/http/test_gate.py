@@ -71,7 +71,7 @@ async def test_every_route_but_health_refuses_who_has_no_key(model, headers):
                 answer = await client.request(method, f"http://localhost{spelt}", headers=headers)
                 assert (answer.status_code == 401) == (spelt not in OPEN_PATHS), (method, spelt)
     assert not source.requests
-    assert sorted(OPEN_PATHS) == ["/health"]
+    assert sorted(OPEN_PATHS) == ["/health", "/ping"]
 
 
 ASKED = {"origin": "https://page.example", "access-control-request-method": "POST"}

@@ -101,6 +101,8 @@ PLAIN = {
     "/v1/messages": {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9},
     "/v1/messages/count_tokens": {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]},
     "/v1/embeddings": {"model": MODEL, "input": "hi"},
+    "/v1/score": {"model": MODEL, "text_1": "hi", "text_2": ["ho", "hi"]},
+    "/v1/rerank": {"model": MODEL, "query": "hi", "documents": ["ho", "hi"]},
     "/tokenize": {"model": MODEL, "prompt": "hi", "messages": None},
 }
 

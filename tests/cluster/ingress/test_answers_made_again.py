@@ -45,6 +45,9 @@ ASKED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "/v1/messages", THOUGHT + CALL + "\n" + CALL,
         MESSAGE | {"tools": [{"name": TOOLS[0]["function"]["name"], "input_schema": {"type": "object"}}]},
     ),
+    "thoughts that were ended": (
+        "/v1/chat/completions", THOUGHT + "Köln 🚀 and on", TALK | {"thinking_token_budget": 9},
+    ),
     "message with a stop sequence": ("/v1/messages", "Köln 🚀 and on", MESSAGE | {"stop_sequences": ["nd"]}),
 }  # fmt: skip
 

@@ -304,7 +304,7 @@ def test_every_field_of_openais_api_is_honoured_or_refused():
 
 
 async def test_fields_of_old_servers_are_told_their_replacement(model):
-    for name, new in (("guided_json", "json"), ("guided_regex", "regex"), ("ebnf", "grammar")):
+    for name, new in (("guided_json", "json"), ("guided_regex", "regex"), ("guided_grammar", "grammar")):
         answer = await post(model, "completions", {"model": MODEL, "prompt": "a", name: "x"})
         assert f"structured_outputs={{'{new}': ...}}" in answer.json()["error"]["message"]
 

@@ -320,7 +320,7 @@ async def test_grpc_refuses_other_models_and_calls_without_one(models):
         for call in unknown:
             refusal = await refusal_of(call)
             assert (refusal.status, refusal.code) == (grpc.StatusCode.NOT_FOUND, "model_not_found")
-            assert "'alpha', 'first', 'beta'" in refusal.message
+            assert "`alpha`, `first`, `beta`" in refusal.message
         for call in (stub.Generate(pb.GenerateRequest(prompt="x")), stub.GetModelInfo(pb.GetModelInfoRequest())):
             refusal = await refusal_of(call)
             assert (refusal.status, refusal.param) == (grpc.StatusCode.INVALID_ARGUMENT, "model")

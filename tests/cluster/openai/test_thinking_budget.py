@@ -1,0 +1,112 @@
+"""A bound on thinking: where it falls, what follows, and that another router comes to the same."""
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.openai.parsers.reasoning import DeepSeekR1Parser, GptOssParser, Qwen3Parser
+from tests.fake_source import FakeSource
+from tests.openai_app import MODEL, app_for, client_for, events, served_model
+
+CHAT = [{"role": "user", "content": "hi"}]
+LONG = "<think>\nhm, so it is or it is not and so on\n</think>\n\nYes"
+END = "\n</think>\n\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return served_model(tmp_path_factory.mktemp("model"), max_model_len=1024, reasoning_parser=Qwen3Parser)
+
+
+def thinking_source(model, answer="No", chunk=1, **changes):
+    """Says `LONG`; where its thinking was ended, `answer`."""
+    tokenizer, eos = model.tokenizer, model.tokenizer.eos_token_id
+    long, short = [*tokenizer.encode(LONG), eos], [*tokenizer.encode(answer), eos]
+
+    class Source(FakeSource):
+        def _plan(self, request, choice):
+            if request.resume is None:
+                return super()._plan(request, choice)
+            log = list(request.resume[choice])
+            goes_on = log == long[: len(log)]
+            given = replace(request, resume=None)
+            return super()._plan(given, choice)[len(log) :] if goes_on else short
+
+    return Source(lambda *_: long, eos=eos, chunk=chunk, **changes)
+
+
+async def asked(source, model, **fields):
+    async with client_for(app_for(source, model)) as client:
+        return await client.post("/v1/chat/completions", json={"model": MODEL, "messages": CHAT} | fields)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+async def test_thinking_ends_after_its_budget_however_tokens_come(model, chunk):
+    source = thinking_source(model, chunk=chunk)
+    body = (await asked(source, model, thinking_token_budget=12, max_tokens=300)).json()
+    ids, end = model.tokenizer.encode(LONG), model.tokenizer.encode(END)
+    first, second = source.requests
+    assert second.resume == {0: (*ids[:12], *end)}
+    assert second.prompt_token_ids == first.prompt_token_ids
+    assert second.seed == first.seed
+    assert source.closed == [first.request_id, second.request_id]
+    message, usage = body["choices"][0]["message"], body["usage"]
+    thought = model.tokenizer.decode(ids[:12]).removeprefix("<think>").strip()
+    assert (message["reasoning_content"], message["content"]) == (thought, "No")
+    assert usage["completion_tokens"] == 12 + len(end) + len(model.tokenizer.encode("No")) + 1
+    streamed = (await asked(thinking_source(model, chunk=chunk), model, thinking_token_budget=12, stream=True)).text
+    deltas = [one["choices"][0]["delta"] for one in events(streamed)[:-1]]
+    assert "".join(one.get("reasoning_content") or "" for one in deltas) == thought
+    assert "".join(one.get("content") or "" for one in deltas) == "No"
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 100])
+async def test_thinking_that_ends_by_itself_is_left_alone(model, chunk):
+    source = thinking_source(model, chunk=chunk)
+    budget = len(model.tokenizer.encode(LONG)) - 1  # within the answer
+    body = (await asked(source, model, thinking_token_budget=budget)).json()
+    assert body["choices"][0]["message"]["content"] == "Yes"
+    assert len(source.requests) == 1
+
+
+async def test_where_there_is_no_room_for_the_answer_the_output_ends(model):
+    source = thinking_source(model)
+    body = (await asked(source, model, thinking_token_budget=12, max_tokens=14)).json()
+    assert (body["choices"][0]["finish_reason"], body["usage"]["completion_tokens"]) == ("length", 14)
+    assert len(source.requests) == 1
+
+
+async def test_a_stop_string_ends_the_answer_behind_the_thinking(model):
+    source = thinking_source(model, answer="No, never")
+    body = (await asked(source, model, thinking_token_budget=12, stop=["never"])).json()
+    assert body["choices"][0]["message"]["content"] == "No, "
+    assert source.ended == [(source.requests[1].request_id, 0)]
+
+
+@pytest.mark.parametrize("parser", [Qwen3Parser, DeepSeekR1Parser, GptOssParser])
+def test_what_is_put_in_the_models_place_ends_the_thinking(parser):
+    reading = parser()
+    reading.feed(f"{parser.opening}hm")
+    assert reading.within
+    said = reading.feed(f"{parser.forced_end()}Yes")
+    assert (said.content, reading.within) == ("Yes", False)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"n": 2}, {"logprobs": True}, {"prompt_logprobs": 1}, {"separate_reasoning": False}], ids=str
+)
+async def test_what_it_does_not_go_with_is_refused(model, fields):
+    answer = await asked(thinking_source(model), model, thinking_token_budget=12, **fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_token_budget")
+
+
+async def test_anthropics_budget_is_the_same(model):
+    source = thinking_source(model)
+    async with client_for(app_for(source, model)) as client:
+        wanted = {"type": "enabled", "budget_tokens": 12}
+        body = {"model": MODEL, "messages": CHAT, "max_tokens": 300, "thinking": wanted}
+        answer = await client.post("/v1/messages", json=body)
+    thought, said = answer.json()["content"]
+    assert (thought["type"], said["text"]) == ("thinking", "No")
+    assert answer.json()["stop_reason"] == "end_turn"
+    assert len(source.requests) == 2
