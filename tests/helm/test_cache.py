@@ -112,6 +112,13 @@ def test_workers_fetch_a_tokenizer_that_is_not_the_models_own(helm4, tmp_path):
     }
 
 
+def test_workers_fetch_the_revision_of_a_model_that_is_served(helm4):
+    settings = ("models[0].model=org/model", "models[0].revision=v1.2", "apiKeys.existingSecret=keys")
+    objects = helm4.template(None, *(word for one in settings for word in ("--set", one)))
+    (cluster,) = clusters(objects)
+    assert listed(objects, cluster["workerGroupSpecs"][0]["template"]["spec"])["models"] == ["org/model@v1.2"]
+
+
 def test_workers_of_a_batch_fetch_its_model(helm4):
     for name in ("batch", "everything"):
         objects = rendered(name)

@@ -224,7 +224,9 @@
 {{- $names := list -}}
 {{- $tokenizers := list -}}
 {{- range .models -}}
-{{- $names = append $names .model.model -}}
+{{- $name := .model.model -}}
+{{- with .model.revision }}{{ $name = printf "%s@%s" $name . }}{{ end -}}
+{{- $names = append $names $name -}}
 {{- with .model.tokenizer }}{{ $tokenizers = append $tokenizers . }}{{ end -}}
 {{- end -}}
 {{- $serving := min (ceil (divf $leastRanks (mul $ranks $hosts))) (mul $least $hosts) -}}
