@@ -85,6 +85,34 @@ def test_responses_stream_what_they_answer(client: openai.OpenAI) -> None:
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
+def test_messages_stream_what_they_answer(demo_app: App) -> None:
+    body = {"model": "demo", "messages": MESSAGES, "max_tokens": 40, "temperature": 0}
+    url = f"{demo_app.url}/v1/messages"
+    whole = httpx.post(url, json=body, timeout=60).json()
+    counted = httpx.post(f"{url}/count_tokens", json={"model": "demo", "messages": MESSAGES}).json()
+    answer = httpx.post(url, json=body | {"stream": True}, timeout=60)
+    events = [
+        json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n") if line.startswith("data: ")
+    ]
+    deltas = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
+    assert "".join(deltas) == whole["content"][0]["text"] != ""
+    assert (events[0]["type"], events[-1]["type"]) == ("message_start", "message_stop")
+    assert events[-2]["usage"]["output_tokens"] == whole["usage"]["output_tokens"] <= 40
+    usage = whole["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counted["input_tokens"]
+    assert answer.headers["request-id"] == events[0]["message"]["id"]
+    refused = httpx.post(url, json=body | {"model": "other"}).json()
+    assert (refused["type"], refused["error"]["type"]) == ("error", "not_found_error")
+
+
+def test_texts_are_scored_by_their_embeddings(demo_app: App) -> None:
+    body = {"model": "demo", "query": PROMPT, "documents": ["import os\n", PROMPT]}
+    results = httpx.post(f"{demo_app.url}/v1/rerank", json=body, timeout=60).json()["results"]
+    assert results[0]["index"] == 1
+    assert results[0]["relevance_score"] == pytest.approx(1.0, abs=1e-3)
+    assert results[1]["relevance_score"] < results[0]["relevance_score"]
+
+
 def test_a_prompt_is_scored_echoed_and_counted_the_same_each_time(demo_app: App, client: openai.OpenAI) -> None:
     asked = {"model": "demo", "prompt": PROMPT, "temperature": 0, "max_tokens": 4, "prompt_logprobs": 1}
     first, again = (httpx.post(f"{demo_app.url}/v1/completions", json=asked).json()["choices"][0] for _ in range(2))
@@ -134,3 +162,5 @@ def test_the_page_the_version_and_the_document_are_there(demo_app: App) -> None:
     assert httpx.get(f"{demo_app.url}/version").json()["version"]
     paths = httpx.get(f"{demo_app.url}/openapi.json").json()["paths"]
     assert {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/tokenize"} <= set(paths)
+    assert "/v1/messages" in httpx.get(f"{demo_app.url}/docs").text
+    assert httpx.get(f"{demo_app.url}/ping").status_code == 200
