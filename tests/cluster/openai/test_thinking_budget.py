@@ -100,6 +100,12 @@ async def test_what_it_does_not_go_with_is_refused(model, fields):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_token_budget")
 
 
+@pytest.mark.parametrize("budget", [-1, 2**40, 1.5, "12"])
+async def test_budgets_that_are_none_are_refused_by_name(model, budget):
+    answer = await asked(thinking_source(model), model, thinking_token_budget=budget)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_token_budget")
+
+
 async def test_anthropics_budget_is_the_same(model):
     source = thinking_source(model)
     async with client_for(app_for(source, model)) as client:

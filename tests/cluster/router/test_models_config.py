@@ -16,6 +16,7 @@ from cluster import app as app_module
 from cluster.app import build, build_version
 from cluster.app_config import APP_WIDE, PER_MODEL, AppConfig, parse_app
 from cluster.config import ClusterConfig, parse_config
+from cluster.lifecycle.updates import ONE_MORE
 from cluster.resources import app_resources, deployment_names
 from deploy.cli.dry_run import describe_plans, make_plans
 from deploy.cli.flags import merge_settings
@@ -238,7 +239,7 @@ def test_the_app_has_one_router_and_a_deployment_for_each_model():
     assert not {one.version for one in apart(build(built_of.args))} & set(versions), "a user's deploy restarts all"
 
 
-@pytest.mark.parametrize(("free", "surges"), [(1.25, [100, 33, 100]), (1.0, [0, 0, 0])])
+@pytest.mark.parametrize(("free", "surges"), [(1.25, [ONE_MORE] * 3), (1.0, [0, 0, 0])])
 def test_ray_is_asked_once_for_room_whatever_the_number_of_models(monkeypatch, free, surges):
     asked = []
 
