@@ -15,7 +15,9 @@ SquadronError
 └── EngineDeadError          a rank died or missed its deadline, or an invariant broke; the group ends and is replaced
 """
 
+import copy
 import os
+from typing import Self
 
 
 class SquadronError(Exception):
@@ -48,6 +50,14 @@ class InvalidRequestError(SquadronError):
         super().__init__(message)
         self.param = param
         self.code = code
+
+    def about(self, param: str) -> Self:
+        """Return the same error with another name for the field, that of an API in front of another one."""
+        found = copy.copy(self)
+        if self.param is not None:
+            found.args = (str(self).replace(self.param, param),)
+        found.param = param
+        return found
 
 
 class PromptTooLongError(InvalidRequestError):

@@ -201,12 +201,7 @@ def renamed(error: InvalidRequestError, origins: Sequence[Origin] = ()) -> Inval
     """Return an error of the chat's validator by the names that this API has for its fields."""
     if error.param is None:
         return error
-    param = our_name(error.param, origins)
-    if param == error.param:
-        return error
-    renamed_error = type(error)(str(error).replace(error.param, param), param)
-    renamed_error.code = error.code
-    return renamed_error
+    return error.about(our_name(error.param, origins))
 
 
 def our_name(param: str, origins: Sequence[Origin] = ()) -> str:

@@ -86,10 +86,7 @@ def renamed(error: InvalidRequestError, origins: Sequence[Origin] = ()) -> Inval
     """
     if error.param is None:
         return error
-    param = our_name(error.param, origins)
-    renamed_error = type(error)(str(error).replace(error.param, param), param)
-    renamed_error.code = error.code
-    return renamed_error
+    return error.about(our_name(error.param, origins))
 
 
 def our_name(param: str, origins: Sequence[Origin] = ()) -> str:

@@ -58,10 +58,8 @@ class TritonGroupedProduct(GroupedProduct):
         x = x if x.stride(1) == 1 else x.contiguous()
         few = rows <= FEW * experts and not self._fixed
         tiling = grouped_tiling(few, outs, x.dtype)
-        grid = (
-            rows // tiling.rows + min(rows, experts),
-            ceil_div(outs, tiling.outs),
-        )  # an expert may have a part of one
+        tiles = rows // tiling.rows + min(rows, experts)  # each expert may have one that is not full
+        grid = tiles, ceil_div(outs, tiling.outs)
         bias = self._bias if biased else None
         sizes = rows, outs, width, x.stride(0), experts
         tile = {"ROWS": tiling.rows, "OUTS": tiling.outs, "EXPERTS": next_power_of_2(experts)}
