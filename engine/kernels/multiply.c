@@ -15,7 +15,6 @@
 #include "panels.h"
 
 #define FEW (2 * MAX_ROWS) /* rows up to which widening again in each pass costs less than a strip does */
-#define FEW_READ 16        /* likewise for looking codes up again */
 #define WIDE_STRIP 128     /* steps of a strip of int8: what it is widened to stays in the nearest cache */
 
 /* A weight as it is packed. */
@@ -212,19 +211,22 @@ INLINE void multiply_read(const int kind, Band band, const Fours *panel, const e
 #endif
 
 #if BY_GROUP
-/* As multiply_panel, for a panel in four bits whose groups are scaled whole. coded: words are read again for each pass. */
-INLINE void multiply_coded(const int coded, Band band, const Fours *panel, const elem *bias, long outs, long wide) {
+/* As multiply_panel, for a panel in four bits whose groups are scaled whole. keep: the first pass over the rows keeps what
+ * it looks up for the others, a piece at a time; otherwise each pass looks up again. */
+INLINE void multiply_coded(const int keep, Band band, const Fours *panel, const elem *bias, long outs, long wide) {
     ALIGNED float sums[(BAND + TILE_ROWS) * WIDE];
-    ALIGNED elem wider[coded ? 1 : PIECE * STEP];
-    const long length = coded ? panel->steps : PIECE;
+    ALIGNED elem strip[keep ? PIECE * STEP : 1];
     int size;
-    for (long start = 0; start < panel->steps; start += length) {
-        const long steps = panel->steps - start < length ? panel->steps - start : length;
-        if (!coded) widen_halves(panel->floats, panel->words + start * STEP / 2, steps, wider);
+    for (long start = 0; start < panel->steps; start += PIECE) {
+        const long steps = panel->steps - start < PIECE ? panel->steps - start : PIECE;
         for (long r = 0; r < band.rows; r += size) {
             const elem *x = band.x + r * band.stride + start * DEPTH;
-            BY_ROWS(band.rows - r, size,
-                    multiply_groups(ROWS, x, band.stride, panel, coded ? 0 : wider, start, steps, sums + r * WIDE))
+            float *to = sums + r * WIDE;
+            if (keep && r)
+                BY_ROWS(band.rows - r, size, multiply_groups(ROWS, KEPT, x, band.stride, panel, strip, start, steps, to))
+            else
+                BY_ROWS(band.rows - r, size,
+                        multiply_groups(ROWS, keep ? KEEP : WORDS, x, band.stride, panel, strip, start, steps, to))
         }
     }
     finish(sums, 0, bias, band.out, band.rows, outs, wide);
@@ -238,10 +240,10 @@ INLINE void multiply_fours(const int kind, int tiled, Band band, const Fours *fo
         return;
     }
 #if BY_GROUP
-    if (band.rows <= FEW_READ)
-        multiply_coded(1, band, fours, bias, outs, wide);
-    else
+    if (band.rows <= FEW)
         multiply_coded(0, band, fours, bias, outs, wide);
+    else
+        multiply_coded(1, band, fours, bias, outs, wide);
 #else
     if (WIDENS || band.rows <= FEW)
         multiply_read(kind, band, fours, bias, outs, wide);

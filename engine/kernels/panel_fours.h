@@ -123,17 +123,18 @@ INLINE void widen4(const int kind, const Fours *panel, long start, long steps, e
 #define BY_GROUP (DEPTH == 2) /* unless by tiles */
 
 #if BY_GROUP
-/* Whole groups: rows multiply with code - 8, or what E2M1 says, which bfloat16 holds exactly, and the sum of a group is scaled. So no weight
- * is rounded, and one costs a shift and a look-up. With X for the sum of the group's inputs,
+/* Whole groups: rows multiply with code - 8, or what E2M1 says, which bfloat16 holds exactly, and the sum of a group is
+ * scaled. So no weight is rounded, and one costs a shift and a look-up. With X for the sum of the group's inputs,
  * sum((code - zero) * x) * scale = (sum((code - 8) * x) - (zero - 8) * X) * scale. Where all codes are their zero, what
  * is left are the roundings of two sums, not 0.
  *
  * Packed: for HALF_WORD steps of a panel, [VECS] vectors of words of 16 bits, [outputs][2], a code of each step in each
- * word. Scales and zeros [groups][WIDE]. The sum of a group ends at each multiple of PIECE steps, too, so that a
- * strip of that many has the same sums as the whole panel.
+ * word. Scales and zeros [groups][WIDE]. The sum of a group ends at each multiple of PIECE steps, too: rows
+ * share what is looked up of so many.
  */
 #define HALF_WORD 4
 #define PIECE 256
+#define LONG_GROUP 64 /* steps */
 
 /* What codes stand for, zeros apart, in bfloat16; twice, since the lowest five bits look up. */
 INLINE run numbers_of(const int floats) {
@@ -153,19 +154,6 @@ INLINE run halves(run words, int at, run numbers) {
     return _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * at), numbers);
 }
 
-/* `steps` of a group as a strip of whole numbers. */
-INLINE void widen_halves(const int floats, const char *words, long steps, elem *strip) {
-    const run numbers = numbers_of(floats);
-    for (long k = 0; k < steps; k += HALF_WORD)
-        for (int v = 0; v < VECS; v++) {
-            const char *from = words + (k / HALF_WORD * VECS + v) * LINE;
-            __builtin_prefetch(from + FAR, 0, 2);
-            const run word = _mm512_loadu_si512(from);
-#pragma GCC unroll 4
-            for (int at = 0; at < HALF_WORD; at++) put_weights(strip + (k + at) * STEP + v * RUN, halves(word, at, numbers));
-        }
-}
-
 /* The sum of `steps` pairs of x. */
 INLINE float sum_of_inputs(const elem *x, long steps) {
     const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
@@ -177,65 +165,88 @@ INLINE float sum_of_inputs(const elem *x, long steps) {
     return _mm512_reduce_add_ps(sum);
 }
 
-/* sums [rows][WIDE] (from 0 if `fresh`) += x [rows][stride] times `steps` of one group: of words if `coded`, else of the
- * strip that they were widened to. zeros: 0 = all are 8. */
-INLINE void multiply_group(const int rows, const int coded, const int floats, const elem *x, long stride, const void *panel,
-                           long steps, const float *scales, const float *zeros, int fresh, float *sums) {
-    const run numbers = numbers_of(floats);
-    vec part[MAX_ROWS][VECS];
-#pragma GCC unroll 8
+/* Where weights come from: words, words of which the strip is kept for the rows to come, or the kept strip. */
+enum { WORDS, KEEP, KEPT };
+
+/* What was read of a panel: words of steps at a multiple of PIECE on, and the strip that they were widened to. */
+typedef struct {
+    const char *words;
+    elem *strip; /* [PIECE][STEP] */
+    run numbers;
+} Piece;
+
+/* part [rows][cols] = x [rows][stride] times `steps` of a group from step `start` of the piece on, for vectors of outputs
+ * from `first` on. */
+INLINE void multiply_group(const int rows, const int cols, const int source, const elem *x, long stride, const Piece *piece,
+                           long start, long steps, int first, vec part[MAX_ROWS][VECS]) {
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-        for (int v = 0; v < VECS; v++) part[r][v] = splat(0);
-    for (long k = 0; k < steps; k += HALF_WORD) {
+        for (int v = 0; v < cols; v++) part[r][v] = splat(0);
+    for (long k = start; k < start + steps; k += HALF_WORD) {
         run words[VECS];
-        for (int v = 0; v < VECS && coded; v++) {
-            const char *from = (const char *)panel + (k / HALF_WORD * VECS + v) * LINE;
+        for (int v = 0; v < cols && source != KEPT; v++) {
+            const char *from = piece->words + (k / HALF_WORD * VECS + first + v) * LINE;
             __builtin_prefetch(from + FAR, 0, 2);
             words[v] = _mm512_loadu_si512(from);
         }
 #pragma GCC unroll 4
         for (int at = 0; at < HALF_WORD; at++) {
+            elem *strip = piece->strip + (k + at) * STEP + first * RUN;
             run weights[VECS]; /* before the rows, so that each input is spread over a register once */
-            for (int v = 0; v < VECS; v++)
-                weights[v] = coded ? halves(words[v], at, numbers) : get_weights((const elem *)panel + (k + at) * STEP + v * RUN);
+            for (int v = 0; v < cols; v++) {
+                weights[v] = source == KEPT ? get_weights(strip + v * RUN) : halves(words[v], at, piece->numbers);
+                if (source == KEEP) put_weights(strip + v * RUN, weights[v]);
+            }
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
-                for (int v = 0; v < VECS; v++)
-                    part[r][v] = times(x + r * stride + (k + at) * 2, weights[v], part[r][v]);
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++) {
-        const vec inputs = splat(zeros ? sum_of_inputs(x + r * stride, steps) : 0);
-#pragma GCC unroll 8
-        for (int v = 0; v < VECS; v++) {
-            float *to = sums + r * WIDE + v * LANES;
-            const __m512 before = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(to);
-            __m512 whole = (__m512)part[r][v];
-            /* Told, not left to the compiler: a row's bits must not depend on the rows that it is taken with. */
-            if (zeros) whole = _mm512_fnmadd_ps((__m512)inputs, _mm512_loadu_ps(zeros + v * LANES), whole);
-            _mm512_storeu_ps(to, _mm512_fmadd_ps(whole, _mm512_loadu_ps(scales + v * LANES), before));
+                for (int v = 0; v < cols; v++) part[r][v] = times(x + r * stride + (k + at) * 2, weights[v], part[r][v]);
         }
     }
 }
 
-/* sums [rows][WIDE] (from 0 if `start` is 0) += x [rows][stride] times `steps` from step `start` of the panel on. strip:
- * what these were widened to; 0 = words are read. */
-INLINE void multiply_groups(const int rows, const elem *x, long stride, const Fours *panel, const elem *strip, long start,
-                            long steps, float *sums) {
-    const long group = panel->per_group;
-    long taken;
-    for (long k = 0; k < steps; k += taken) {
-        const long at = start + k, lane = at / group * WIDE, of_group = group - at % group, of_piece = PIECE - at % PIECE;
-        const long left = of_group < of_piece ? of_group : of_piece;
-        taken = left < steps - k ? left : steps - k;
-        const float *scales = panel->scales + lane, *zeros = panel->zeros ? panel->zeros + lane : 0;
-        if (strip)
-            multiply_group(rows, 0, panel->floats, x + k * 2, stride, strip + k * STEP, taken, scales, zeros, !at, sums);
-        else
-            multiply_group(rows, 1, panel->floats, x + k * 2, stride, panel->words + at * STEP / 2, taken, scales, zeros, !at, sums);
+/* sums [rows][WIDE] (from 0 if `start` is 0) += x [rows][stride] times `steps`, PIECE at most, of the panel, from step
+ * `start` on, where a piece begins; as many vectors of outputs at a time as `cols` says. */
+INLINE void multiply_columns(const int rows, const int cols, const int source, const elem *x, long stride,
+                             const Fours *panel, elem *strip, long start, long steps, float *sums) {
+    const Piece piece = {panel->words + start * STEP / 2, strip, numbers_of(panel->floats)};
+    const long group = panel->per_group, end = start + steps;
+    float inputs[MAX_ROWS][PIECE / WORD]; /* the sum of each group's */
+    for (long k = start, g = 0, next; k < end && panel->zeros; k = next, g++) {
+        next = k - k % group + group < end ? k - k % group + group : end;
+        for (int r = 0; r < rows; r++) inputs[r][g] = sum_of_inputs(x + r * stride + (k - start) * 2, next - k);
     }
+    for (int first = 0; first < VECS; first += cols) {
+        vec whole[MAX_ROWS][VECS], part[MAX_ROWS][VECS];
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < cols; v++) whole[r][v] = start ? get_float(sums + r * WIDE + (first + v) * LANES) : splat(0);
+        for (long k = start, g = 0, next; k < end; k = next, g++) {
+            next = k - k % group + group < end ? k - k % group + group : end;
+            multiply_group(rows, cols, source, x, stride, &piece, k - start, next - k, first, part);
+            const long lane = k / group * WIDE + first * LANES;
+            /* Told, not left to the compiler: a row's bits must not depend on the rows that it is taken with. */
+            for (int v = 0; v < cols && panel->zeros; v++) {
+                const __m512 zeros = _mm512_loadu_ps(panel->zeros + lane + v * LANES);
+                for (int r = 0; r < rows; r++)
+                    part[r][v] = (vec)_mm512_fnmadd_ps(_mm512_set1_ps(inputs[r][g]), zeros, (__m512)part[r][v]);
+            }
+            for (int v = 0; v < cols; v++) {
+                const __m512 scales = _mm512_loadu_ps(panel->scales + lane + v * LANES);
+                for (int r = 0; r < rows; r++)
+                    whole[r][v] = (vec)_mm512_fmadd_ps((__m512)part[r][v], scales, (__m512)whole[r][v]);
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < cols; v++) put_float(sums + r * WIDE + (first + v) * LANES, whole[r][v]);
+    }
+}
+
+/* The same, with the sums of a group and of all before it in registers side by side, unless groups are long: then those
+ * of all before are seldom wanted, and all vectors of outputs share an input that is spread over a register. */
+INLINE void multiply_groups(const int rows, const int source, const elem *x, long stride, const Fours *panel, elem *strip,
+                            long start, long steps, float *sums) {
+    if (rows <= 3 || (source == WORDS && panel->per_group >= LONG_GROUP))
+        multiply_columns(rows, VECS, source, x, stride, panel, strip, start, steps, sums);
+    else
+        multiply_columns(rows, VECS / 2, source, x, stride, panel, strip, start, steps, sums);
 }
 #endif
