@@ -109,21 +109,19 @@ INLINE void multiply_panel(const int tiled, const int eight, Band band, const We
         const elem *x = band.x + start * DEPTH;
         const void *strip = (const char *)weight->panels + (at * depth * DEPTH + start * STEP) * size;
         const char *next = (const char *)strip + steps * bytes;
-        if (eight && !few) {
+        if (eight && tiled) {
             const int8_t *from = strip;
             for (long w = 0; w < steps * STEP; w += RUN) {
                 if (w % LINE == 0) __builtin_prefetch(next + w, 0, 2);
                 put_weights(wider + w, widened(from + w));
             }
-            strip = wider;
-        }
-        const long ahead = strip == wider ? 0 : bytes;
-        if (tiled)
-            multiply_tiles(x, band.stride, band.rows, strip, steps, start == 0, sums, next, ahead);
+            multiply_tiles(x, band.stride, band.rows, wider, steps, start == 0, sums, next, 0);
+        } else if (tiled)
+            multiply_tiles(x, band.stride, band.rows, strip, steps, start == 0, sums, next, bytes);
         else if (few)
-            multiply_strip(eight, x, band.stride, band.rows, strip, steps, start == 0, sums, next, ahead);
+            multiply_strip(eight, x, band.stride, band.rows, strip, 0, steps, start == 0, sums, next, bytes);
         else
-            multiply_strip(0, x, band.stride, band.rows, strip, steps, start == 0, sums, next, ahead);
+            multiply_strip(eight, x, band.stride, band.rows, strip, eight ? wider : 0, steps, start == 0, sums, next, bytes);
     }
     const float *scales = eight ? weight->scales + at : 0;
     const elem *bias = weight->bias ? weight->bias + at : 0;
@@ -181,7 +179,7 @@ INLINE void multiply_widened(const int tiled, const int kind, Band band, const F
         if (tiled)
             multiply_tiles(x, band.stride, band.rows, wider, steps, start == 0, sums, 0, 0);
         else
-            multiply_strip(0, x, band.stride, band.rows, wider, steps, start == 0, sums, 0, 0);
+            multiply_strip(0, x, band.stride, band.rows, wider, 0, steps, start == 0, sums, 0, 0);
     }
     if (tiled) {
         end_panel();

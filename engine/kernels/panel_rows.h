@@ -71,10 +71,11 @@ INLINE int columns(const int rows) {
 }
 
 /* sums [rows][WIDE] (from 0 if `fresh`) += x [rows][stride] times `steps` of a panel, whose weights are in int8 if `eight`.
+ * kept: where they are put as they are multiplied; 0 = nowhere.
  * `ahead` bytes of what is wanted after this are fetched at each step; behind the last panel that is beyond the weights,
  * where a fetch does nothing. */
-INLINE void multiply_rows(const int rows, const int eight, const input *x, long stride, const void *strip, long steps,
-                          int fresh, float *sums, const char *next, long ahead) {
+INLINE void multiply_rows(const int rows, const int eight, const input *x, long stride, const void *strip, elem *kept,
+                          long steps, int fresh, float *sums, const char *next, long ahead) {
     const int cols = columns(rows);
     for (int c = 0; c < VECS; c += cols) {
         vec sum[MAX_ROWS][VECS];
@@ -89,6 +90,7 @@ INLINE void multiply_rows(const int rows, const int eight, const input *x, long 
             for (int v = 0; v < cols; v++)
                 weights[v] = eight ? widened((const int8_t *)strip + at + v * RUN)
                                    : get_weights((const elem *)strip + at + v * RUN);
+            for (int v = 0; v < cols && kept; v++) put_weights(kept + at + v * RUN, weights[v]);
             for (int r = 0; r < rows; r++)
                 for (int v = 0; v < cols; v++) sum[r][v] = times(x + r * stride + k * DEPTH, weights[v], sum[r][v]);
         }
@@ -115,10 +117,10 @@ INLINE const input *rows_as_input(const int rows, const elem *x, long *stride, l
 #endif
 }
 
-/* The same for all rows of a band, a pass at a time. Of `next`, `bytes` a step are fetched, shared out among the first
- * passes. */
-INLINE void multiply_strip(const int eight, const elem *x, long stride, long rows, const void *strip, long steps, int fresh,
-                           float *sums, const char *next, long bytes) {
+/* The same for all rows of a band, a pass at a time: the first keeps weights for the others, unless `kept` is 0. Of `next`,
+ * `bytes` a step are fetched, shared out among the first passes. */
+INLINE void multiply_strip(const int eight, const elem *x, long stride, long rows, const void *strip, elem *kept, long steps,
+                           int fresh, float *sums, const char *next, long bytes) {
     const long lines = bytes / LINE, passes = (rows + MAX_ROWS - 1) / MAX_ROWS;
     const long share = passes ? (lines + passes - 1) / passes * LINE : 0; /* bytes a step of each pass */
     float room[WIDENS ? MAX_ROWS * STRIP : 1];
@@ -127,9 +129,16 @@ INLINE void multiply_strip(const int eight, const elem *x, long stride, long row
     for (long r = 0; r < rows; r += size) {
         const long ahead = fetched < bytes ? share : 0;
         long apart = stride;
+        float *to = sums + r * WIDE;
+        const char *wanted = next + fetched * steps;
         BY_ROWS(rows - r, size, {
             const input *from = rows_as_input(ROWS, x + r * stride, &apart, steps, room);
-            multiply_rows(ROWS, eight, from, apart, strip, steps, fresh, sums + r * WIDE, next + fetched * steps, ahead);
+            if (eight && kept && r)
+                multiply_rows(ROWS, 0, from, apart, kept, 0, steps, fresh, to, wanted, ahead);
+            else if (eight && kept)
+                multiply_rows(ROWS, eight, from, apart, strip, kept, steps, fresh, to, wanted, ahead);
+            else
+                multiply_rows(ROWS, eight, from, apart, strip, 0, steps, fresh, to, wanted, ahead);
         })
         fetched += ahead;
     }
