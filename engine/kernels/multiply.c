@@ -67,8 +67,21 @@ void pack(const elem *weights, elem *packed, int64_t outs, int64_t ins) {
     pack_panels(0, (const char *)weights, (char *)packed, outs, ins, sizeof(elem));
 }
 
-void pack_e4m3(const uint8_t *weights, uint8_t *packed, int64_t outs, int64_t ins) {
-    pack_panels(0, (const char *)weights, (char *)packed, outs, ins, sizeof(uint8_t));
+/* tiles: as of `multiply`. */
+void pack_e4m3(const uint8_t *weights, uint8_t *packed, int64_t outs, int64_t ins, int tiles) {
+    if (!BY_GROUP || by_tiles(ins, tiles)) {
+        pack_panels(0, (const char *)weights, (char *)packed, outs, ins, sizeof(uint8_t));
+        return;
+    }
+    const long depth = ins / DEPTH, panels = (outs + WIDE - 1) / WIDE;
+#pragma omp parallel for
+    for (long panel = 0; panel < panels; panel++)
+        for (long k = 0; k < depth; k++)
+            for (long lane = 0; lane < STEP; lane++) {
+                const long out = panel * WIDE + lane / DEPTH;
+                const uint8_t code = out < outs ? weights[out * ins + k * DEPTH + lane % DEPTH] : 0;
+                packed[(panel * depth + k - k % 2) * STEP + lane * 2 + k % 2] = code; /* as in panel_groups.h */
+            }
 }
 
 void pack8(const int8_t *weights, int8_t *packed, int64_t outs, int64_t ins) {
@@ -162,20 +175,20 @@ void multiply8(const elem *x, int64_t x_stride, const int8_t *packed, const floa
     multiply_by(1, (Band){x, out, rows, x_stride}, &weight, threads, tiles);
 }
 
-/* As multiply_panel, for a panel that is made plain a strip at a time: `eights` is in fp8, or else `fours` in four bits. */
-INLINE void multiply_widened(const int tiled, const int kind, Band band, const Fours *fours, const Eights *eights,
-                             const elem *bias, long outs, long wide) {
+/* As multiply_panel, for a panel that is made plain a strip at a time. */
+INLINE void multiply_widened(const int tiled, const int kind, Band band, const Codes *panel, const elem *bias, long outs,
+                             long wide) {
     ALIGNED float sums[(BAND + TILE_ROWS) * WIDE];
     ALIGNED elem wider[WIDE_STRIP * STEP];
-    const long depth = eights ? eights->steps : fours->steps;
+    const long depth = panel->steps;
     if (tiled) begin_panel(band.rows);
     for (long start = 0; start < depth; start += WIDE_STRIP) {
         const long steps = depth - start < WIDE_STRIP ? depth - start : WIDE_STRIP;
         const elem *x = band.x + start * DEPTH;
-        if (eights)
-            widen_e4m3(eights, start, steps, wider);
+        if (kind == E4M3)
+            widen_e4m3(panel, start, steps, wider);
         else
-            widen4(kind, fours, start, steps, wider);
+            widen4(kind, panel, start, steps, wider);
         if (tiled)
             multiply_tiles(x, band.stride, band.rows, wider, steps, start == 0, sums, 0, 0);
         else
@@ -190,7 +203,7 @@ INLINE void multiply_widened(const int tiled, const int kind, Band band, const F
 
 #if !BY_GROUP
 /* As multiply_panel, for a panel in four bits that is read again for each pass of rows. */
-INLINE void multiply_read(const int kind, Band band, const Fours *panel, const elem *bias, long outs, long wide) {
+INLINE void multiply_read(const int kind, Band band, const Codes *panel, const elem *bias, long outs, long wide) {
     ALIGNED float sums[(BAND + TILE_ROWS) * WIDE], room[WIDENS ? MAX_ROWS * STRIP : 1];
     int size;
     for (long start = 0; start < panel->steps; start += STRIP) {
@@ -209,9 +222,9 @@ INLINE void multiply_read(const int kind, Band band, const Fours *panel, const e
 #endif
 
 #if BY_GROUP
-/* As multiply_panel, for a panel in four bits whose groups are scaled whole. keep: the first pass over the rows keeps what
- * it looks up for the others, a piece at a time; otherwise each pass looks up again. */
-INLINE void multiply_coded(const int keep, Band band, const Fours *panel, const elem *bias, long outs, long wide) {
+/* As multiply_panel, for a panel whose groups are scaled whole. eight: whether codes are e4m3. keep: the first pass over the
+ * rows keeps what it looks up for the others, a piece at a time; otherwise each pass looks up again. */
+INLINE void multiply_coded(const int eight, const int keep, Band band, const Codes *panel, const elem *bias, long outs, long wide) {
     ALIGNED float sums[(BAND + TILE_ROWS) * WIDE];
     ALIGNED elem strip[keep ? PIECE * STEP : 1];
     int size;
@@ -221,10 +234,10 @@ INLINE void multiply_coded(const int keep, Band band, const Fours *panel, const 
             const elem *x = band.x + r * band.stride + start * DEPTH;
             float *to = sums + r * WIDE;
             if (keep && r)
-                BY_ROWS(band.rows - r, size, multiply_groups(ROWS, KEPT, x, band.stride, panel, strip, start, steps, to))
+                BY_ROWS(band.rows - r, size, multiply_groups(ROWS, eight, KEPT, x, band.stride, panel, strip, start, steps, to))
             else
                 BY_ROWS(band.rows - r, size,
-                        multiply_groups(ROWS, keep ? KEEP : WORDS, x, band.stride, panel, strip, start, steps, to))
+                        multiply_groups(ROWS, eight, keep ? KEEP : WORDS, x, band.stride, panel, strip, start, steps, to))
         }
     }
     finish(sums, 0, bias, band.out, band.rows, outs, wide);
@@ -232,21 +245,21 @@ INLINE void multiply_coded(const int keep, Band band, const Fours *panel, const 
 #endif
 
 /* A band with a panel in four bits. */
-INLINE void multiply_fours(const int kind, int tiled, Band band, const Fours *fours, const elem *bias, long outs, long wide) {
+INLINE void multiply_fours(const int kind, int tiled, Band band, const Codes *fours, const elem *bias, long outs, long wide) {
     if (tiled) {
-        multiply_widened(1, kind, band, fours, 0, bias, outs, wide);
+        multiply_widened(1, kind, band, fours, bias, outs, wide);
         return;
     }
 #if BY_GROUP
     if (band.rows <= FEW)
-        multiply_coded(0, band, fours, bias, outs, wide);
+        multiply_coded(0, 0, band, fours, bias, outs, wide);
     else
-        multiply_coded(1, band, fours, bias, outs, wide);
+        multiply_coded(0, 1, band, fours, bias, outs, wide);
 #else
     if (WIDENS || band.rows <= FEW)
         multiply_read(kind, band, fours, bias, outs, wide);
     else
-        multiply_widened(0, kind, band, fours, 0, bias, outs, wide);
+        multiply_widened(0, kind, band, fours, bias, outs, wide);
 #endif
 }
 
@@ -264,7 +277,7 @@ void multiply4(const elem *x, int64_t x_stride, const char *packed, const float 
         for (long at = 0; at < outs; at += WIDE) {
             const long row = b * size, left = rows - row, panel = at / WIDE, wide = outs - at < WIDE ? outs - at : WIDE;
             const Band band = {x + row * x_stride, out + row * outs + at, left < size ? left : size, x_stride};
-            const Fours fours = {packed + panel * depth / WORD * WORD_BYTES, scales + panel * of_groups,
+            const Codes fours = {packed + panel * depth / WORD * WORD_BYTES, scales + panel * of_groups,
                                  zeros ? zeros + panel * of_groups : 0, depth, group / DEPTH, (int)floats};
             const elem *own = bias ? bias + at : 0;
             if (floats)
@@ -276,22 +289,36 @@ void multiply4(const elem *x, int64_t x_stride, const char *packed, const float 
         }
 }
 
-/* As multiply, with weights of pack_e4m3, none of them NaN. scales: [ceil(outs / WIDE)][ins / group][WIDE][DEPTH], times
- * E4M3_UNIT. group: a multiple of DEPTH, and ins of that. */
+/* A band with a panel in fp8. */
+INLINE void multiply_eights(int tiled, Band band, const Codes *eights, const elem *bias, long outs, long wide) {
+    if (tiled) {
+        multiply_widened(1, E4M3, band, eights, bias, outs, wide);
+        return;
+    }
+#if BY_GROUP
+    if (band.rows <= MAX_ROWS)
+        multiply_coded(1, 0, band, eights, bias, outs, wide);
+    else
+        multiply_coded(1, 1, band, eights, bias, outs, wide);
+#else
+    multiply_widened(0, E4M3, band, eights, bias, outs, wide);
+#endif
+}
+
+/* As multiply, with weights of pack_e4m3, none of them NaN. scales: [ceil(outs / WIDE)][ins / group][WIDE][lanes_of_scale],
+ * times E4M3_UNIT. group: a multiple of 2 * DEPTH, and ins of that. */
 void multiply_e4m3(const elem *x, int64_t x_stride, const uint8_t *packed, const float *scales, const elem *bias, elem *out,
                    int64_t rows, int64_t outs, int64_t ins, int64_t group, int64_t threads, int tiles) {
     const int tiled = by_tiles(ins, tiles);
     const long size = band_of(rows, tiled ? TILE_ROWS : MAX_ROWS), bands = (rows + size - 1) / size;
-    const long depth = ins / DEPTH, of_groups = ins / group * STEP;
+    const long depth = ins / DEPTH, of_groups = ins / group * WIDE * lanes_of_scale(ins, tiles);
 #pragma omp parallel for collapse(2) schedule(static) num_threads(team(rows * outs * ins, WORTH, threads))
     for (long b = 0; b < bands; b++)
         for (long at = 0; at < outs; at += WIDE) {
             const long row = b * size, left = rows - row, panel = at / WIDE, wide = outs - at < WIDE ? outs - at : WIDE;
             const Band band = {x + row * x_stride, out + row * outs + at, left < size ? left : size, x_stride};
-            const Eights eights = {packed + panel * depth * STEP, scales + panel * of_groups, depth, group / DEPTH};
-            if (tiled)
-                multiply_widened(1, 0, band, 0, &eights, bias ? bias + at : 0, outs, wide);
-            else
-                multiply_widened(0, 0, band, 0, &eights, bias ? bias + at : 0, outs, wide);
+            const char *words = (const char *)packed + panel * depth * STEP;
+            const Codes eights = {words, scales + panel * of_groups, 0, depth, group / DEPTH, 0};
+            multiply_eights(tiled, band, &eights, bias ? bias + at : 0, outs, wide);
         }
 }

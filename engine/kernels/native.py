@@ -72,7 +72,7 @@ def native_library(
         library.pack4.argtypes = (*(c_void_p,) * 2, *(c_int64,) * 2, c_int)
         library.lanes_of_scale.argtypes = (c_int64, c_int)
         library.multiply4.argtypes = (c_void_p, c_int64, *(c_void_p,) * 5, *(c_int64,) * 6, c_int)
-        library.pack_e4m3.argtypes = (c_void_p,) * 2 + (c_int64,) * 2
+        library.pack_e4m3.argtypes = (*(c_void_p,) * 2, *(c_int64,) * 2, c_int)
         library.multiply_e4m3.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, *(c_int64,) * 5, c_int)
         library.short_conv.argtypes = (c_void_p, c_int64, *(c_void_p,) * 7, *(c_int64,) * 5)
         library.unit_heads.argtypes = (c_void_p, c_int64, c_void_p, *(c_int64,) * 3, c_float, c_float, c_int64)

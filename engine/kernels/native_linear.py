@@ -20,7 +20,8 @@ LEAST_FP8_GROUP = 32  # inputs that share a scale of fp8: of fewer, scales would
 class _PanelLinear(LinearMethod):
     """What multiplies by panels, which do not keep the weight they were made from.
 
-    A row has the same bits whatever the number of rows, and no row count needs a preparation of its own.
+    A row has the same bits whatever the number of rows, and no row count needs a preparation of its own. Where dot
+    products of bfloat16 take two inputs at a time, sums of groups that share a scale are scaled as a whole.
 
     multiply: the function in C. shape: of the weight, [out, in]. sizes: what it takes besides. `_addresses`: of all
     that it reads of the weight.
@@ -42,7 +43,10 @@ class _PanelLinear(LinearMethod):
         self._multiply = multiply
         self._tiles = library.may_multiply_by_tiles()
         tiled = library.multiplies_by_tiles(self._ins, self._tiles)
-        self._way = "by tiles" if tiled else f"{library.packing_depth()} inputs at a time"
+        depth = library.packing_depth()
+        self._way = "by tiles" if tiled else f"{depth} inputs at a time"
+        self._lanes = library.lanes_of_scale(self._ins, self._tiles)
+        self._whole = self._lanes < depth
         self._ending = *sizes, threads, self._tiles
 
     @override
@@ -57,6 +61,9 @@ class _PanelLinear(LinearMethod):
     @override
     def describe(self) -> str:
         return f"{type(self).__name__} {self._outs}x{self._ins} {self._way}"
+
+    def _in_groups(self, of: int) -> str:
+        return f" in groups of {of}{', scaled whole' if self._whole else ''}"
 
     def _padded(self) -> int:
         """Outputs of all panels."""
@@ -104,8 +111,7 @@ class NativeFourBitLinear(_PanelLinear):
     """Weights of four bits that groups of inputs scale; see `Kernels.four_bit_linear` for what they are.
 
     dtype: of the activations. The results are those of `NativeLinear` with the weights that these stand for, rounded
-    to the dtype, bit for bit. Without tiles they are not rounded to bfloat16; where dot products of bfloat16 take two
-    inputs at a time, the sum of each group is scaled, as a whole.
+    to the dtype, bit for bit. Without tiles they are not rounded to bfloat16, nor where groups are scaled as a whole.
     """
 
     def __init__(
@@ -123,12 +129,10 @@ class NativeFourBitLinear(_PanelLinear):
         self._packed = torch.empty(self._padded() * self._ins // 8, dtype=torch.int32)
         plain = codes.contiguous()
         library.pack4(plain.data_ptr(), self._packed.data_ptr(), self._outs, self._ins, self._tiles)
-        lanes = library.lanes_of_scale(self._ins, self._tiles)
-        self._scales = _in_lanes(scale, self._padded(), lanes)
-        self._whole = lanes < library.packing_depth()
+        self._scales = _in_lanes(scale, self._padded(), self._lanes)
         # Codes are counted from 8: where all zeros are 8, there is nothing to subtract.
         zero = None if zero is None or bool((zero == MIDDLE).all()) else zero
-        self._zeros = None if zero is None else _in_lanes(zero.float() - MIDDLE, self._padded(), lanes)
+        self._zeros = None if zero is None else _in_lanes(zero.float() - MIDDLE, self._padded(), self._lanes)
         zeros = None if self._zeros is None else self._zeros.data_ptr()
         self._addresses = self._packed.data_ptr(), self._scales.data_ptr(), zeros
 
@@ -140,14 +144,14 @@ class NativeFourBitLinear(_PanelLinear):
     @override
     def describe(self) -> str:
         kind = "E2M1 " if self._floats else ""
-        return f"{kind}{super().describe()} in groups of {self._group}{', scaled whole' if self._whole else ''}"
+        return f"{kind}{super().describe()}{self._in_groups(self._group)}"
 
 
 class NativeFp8Linear(_PanelLinear):
     """Weights in fp8 (e4m3), times a scale by blocks; see `Kernels.fp8_linear` for what they are.
 
     dtype: of the activations. The results are those of `NativeLinear` with the weights that these stand for, rounded
-    to the dtype, bit for bit.
+    to the dtype, bit for bit. Where groups are scaled as a whole the weights are not rounded.
     """
 
     def __init__(self, library: ctypes.CDLL, weight: Tensor, scale: Tensor, dtype: torch.dtype, threads: int) -> None:
@@ -155,9 +159,9 @@ class NativeFp8Linear(_PanelLinear):
         super().__init__(library, library.multiply_e4m3, weight.shape, dtype, threads, (self._group,))
         self._packed = torch.empty(self._padded() * self._ins, dtype=torch.uint8)
         plain = weight.contiguous()
-        library.pack_e4m3(plain.data_ptr(), self._packed.data_ptr(), self._outs, self._ins)
+        library.pack_e4m3(plain.data_ptr(), self._packed.data_ptr(), self._outs, self._ins, self._tiles)
         of_outputs = scale.float().repeat_interleave(self._outs // len(scale), 0)
-        self._scales = _in_lanes(of_outputs * E4M3_UNIT, self._padded(), library.packing_depth())
+        self._scales = _in_lanes(of_outputs * E4M3_UNIT, self._padded(), self._lanes)
         self._addresses = self._packed.data_ptr(), self._scales.data_ptr()
 
     @staticmethod
@@ -168,7 +172,7 @@ class NativeFp8Linear(_PanelLinear):
 
     @override
     def describe(self) -> str:
-        return f"{super().describe()} in groups of {self._group}"
+        return f"{super().describe()}{self._in_groups(self._group)}"
 
 
 def _in_lanes(of_groups: Tensor, padded: int, depth: int) -> Tensor:

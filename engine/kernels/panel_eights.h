@@ -1,18 +1,12 @@
 /* Panels of weights in fp8 (e4m3), each times a scale that a group of inputs of an output shares.
  *
- * A strip is made plain, in the dtype of x, and then multiplied as one: the same sums as with the plain weight, bit for
- * bit. Included by panels.h.
+ * Where groups are not scaled whole (panel_groups.h), a strip is made plain, in the dtype of x, and then multiplied as one:
+ * the same sums as with the plain weight, bit for bit. Included by panels.h.
  *
  * Packed: bytes in the order of the plain panel. Scales in lanes likewise, [groups][WIDE * DEPTH], and times E4M3_UNIT.
  */
 
 #define E4M3_UNIT 256 /* what numbers of e4m3 are read as a share of */
-
-typedef struct {
-    const uint8_t *bytes; /* of a panel */
-    const float *scales;  /* of a panel, [groups][STEP] */
-    long steps, per_group; /* of the panel, of a group */
-} Eights;
 
 /* LANES numbers, divided by E4M3_UNIT: an exponent of four bits read as one of five, those of float16, is eight less. None
  * of them is NaN. */
@@ -37,8 +31,8 @@ INLINE vec e4m3_lanes(const uint8_t *from) {
 }
 
 /* The plain strip of `steps` from step `start` of a panel on. */
-INLINE void widen_e4m3(const Eights *panel, long start, long steps, elem *strip) {
-    const uint8_t *from = panel->bytes + start * STEP;
+INLINE void widen_e4m3(const Codes *panel, long start, long steps, elem *strip) {
+    const uint8_t *from = (const uint8_t *)panel->words + start * STEP;
     const float *scales = panel->scales + start / panel->per_group * STEP;
     long left = panel->per_group - start % panel->per_group; /* of the group */
     for (long k = 0; k < steps; k++, from += STEP, strip += STEP) {

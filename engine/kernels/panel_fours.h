@@ -1,7 +1,7 @@
 /* Panels of weights in four bits, where a group of inputs shares a scale, and a zero where there are any. Codes are whole
  * numbers, less their zero, or numbers of E2M1, as in MXFP4 and NVFP4.
  *
- * Where the CPU has dot products of bfloat16 and rows are not taken by tiles, whole groups are scaled (BY_GROUP, below).
+ * Where the CPU has dot products of bfloat16 and rows are not taken by tiles, whole groups are scaled (panel_groups.h).
  * Elsewhere they multiply as the weights do that they stand for, in the dtype of x, to the same bits; where bfloat16 is
  * widened to fp32 (panel_rows.h) they are not rounded to bfloat16 first. Included by panels.h.
  *
@@ -16,16 +16,17 @@
 #define MOST_COLS 4                 /* vectors of outputs at a time: their words are in registers, too */
 #define FAR 16384                    /* bytes ahead that weights are fetched */
 
-/* What a code stands for: less 8, less its zero besides, or a number of E2M1. */
-enum { WHOLE, OFFSET, FLOATS };
+/* What a code stands for: less 8, less its zero besides, a number of E2M1, or in eight bits one of e4m3. */
+enum { WHOLE, OFFSET, FLOATS, E4M3 };
 
+/* A panel of codes. Scales and zeros are [groups][STEP], or where groups are scaled whole [groups][WIDE]. */
 typedef struct {
-    const char *words;    /* of a panel */
-    const float *scales;  /* of a panel, [groups][STEP]; where groups are scaled whole [groups][WIDE] */
-    const float *zeros;   /* likewise, less the 8 that codes are counted from; 0 = all 0 */
+    const char *words;
+    const float *scales;
+    const float *zeros;    /* less the 8 that codes are counted from; 0 = all 0 */
     long steps, per_group; /* of the panel, of a group */
-    int floats;            /* whether codes are numbers of E2M1 */
-} Fours;
+    int floats;            /* whether codes of four bits are numbers of E2M1 */
+} Codes;
 
 /* The numbers of step `at` of a word, zeros apart. */
 INLINE vec fours(const int kind, uvec words, int at) {
@@ -75,7 +76,7 @@ INLINE void get_words(const char *from, uvec *words) {
 }
 
 /* sums [rows][WIDE] (from 0 if `start` is 0) += x [rows][stride] times `steps` from step `start` of the panel on. */
-INLINE void multiply_rows4(const int rows, const int kind, const input *x, long stride, const Fours *panel, long start,
+INLINE void multiply_rows4(const int rows, const int kind, const input *x, long stride, const Codes *panel, long start,
                            long steps, float *sums) {
     const int cols = columns(rows) < MOST_COLS ? columns(rows) : MOST_COLS;
     for (int c = 0; c < VECS; c += cols) {
@@ -105,7 +106,7 @@ INLINE void multiply_rows4(const int rows, const int kind, const input *x, long 
 }
 
 /* The plain strip of `steps` from step `start` of a panel on. */
-INLINE void widen4(const int kind, const Fours *panel, long start, long steps, elem *strip) {
+INLINE void widen4(const int kind, const Codes *panel, long start, long steps, elem *strip) {
     for (long k = 0; k < steps; k += WORD) {
         const long group = (start + k) / panel->per_group * STEP;
         const char *words = panel->words + (start + k) / WORD * WORD_BYTES;
@@ -119,134 +120,3 @@ INLINE void widen4(const int kind, const Fours *panel, long start, long steps, e
         }
     }
 }
-
-#define BY_GROUP (DEPTH == 2) /* unless by tiles */
-
-#if BY_GROUP
-/* Whole groups: rows multiply with code - 8, or what E2M1 says, which bfloat16 holds exactly, and the sum of a group is
- * scaled. So no weight is rounded, and one costs a shift and a look-up. With X for the sum of the group's inputs,
- * sum((code - zero) * x) * scale = (sum((code - 8) * x) - (zero - 8) * X) * scale. Where all codes are their zero, what
- * is left are the roundings of two sums, not 0.
- *
- * Packed: for HALF_WORD steps of a panel, [VECS] vectors of words of 16 bits, [outputs][2], a code of each step in each
- * word. Scales and zeros [groups][WIDE]. The sum of a group ends at each multiple of PIECE steps, too: rows
- * share what is looked up of so many.
- */
-#define HALF_WORD 4
-#define PIECE 256
-#define LONG_GROUP 64 /* steps */
-
-/* What codes stand for, zeros apart, in bfloat16; twice, since the lowest five bits look up. */
-INLINE run numbers_of(const int floats) {
-    static const uint16_t whole[32] = {
-        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
-        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
-    };
-    static const uint16_t e2m1[32] = {
-        0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0,
-        0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0,
-    };
-    return _mm512_loadu_si512(floats ? e2m1 : whole);
-}
-
-/* The numbers of step `at` of a vector of words. */
-INLINE run halves(run words, int at, run numbers) {
-    return _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * at), numbers);
-}
-
-/* The sum of `steps` pairs of x. */
-INLINE float sum_of_inputs(const elem *x, long steps) {
-    const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
-    __m512 sum = _mm512_setzero_ps();
-    for (long k = 0; k < 2 * steps; k += 32) {
-        const __mmask32 there = 2 * steps - k < 32 ? (1u << (2 * steps - k)) - 1 : ~0u;
-        sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_maskz_loadu_epi16(there, x + k), ones);
-    }
-    return _mm512_reduce_add_ps(sum);
-}
-
-/* Where weights come from: words, words of which the strip is kept for the rows to come, or the kept strip. */
-enum { WORDS, KEEP, KEPT };
-
-/* What was read of a panel: words of steps at a multiple of PIECE on, and the strip that they were widened to. */
-typedef struct {
-    const char *words;
-    elem *strip; /* [PIECE][STEP] */
-    run numbers;
-} Piece;
-
-/* part [rows][cols] = x [rows][stride] times `steps` of a group from step `start` of the piece on, for vectors of outputs
- * from `first` on. */
-INLINE void multiply_group(const int rows, const int cols, const int source, const elem *x, long stride, const Piece *piece,
-                           long start, long steps, int first, vec part[MAX_ROWS][VECS]) {
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < cols; v++) part[r][v] = splat(0);
-    for (long k = start; k < start + steps; k += HALF_WORD) {
-        run words[VECS];
-        for (int v = 0; v < cols && source != KEPT; v++) {
-            const char *from = piece->words + (k / HALF_WORD * VECS + first + v) * LINE;
-            __builtin_prefetch(from + FAR, 0, 2);
-            words[v] = _mm512_loadu_si512(from);
-        }
-#pragma GCC unroll 4
-        for (int at = 0; at < HALF_WORD; at++) {
-            elem *strip = piece->strip + (k + at) * STEP + first * RUN;
-            run weights[VECS]; /* before the rows, so that each input is spread over a register once */
-            for (int v = 0; v < cols; v++) {
-                weights[v] = source == KEPT ? get_weights(strip + v * RUN) : halves(words[v], at, piece->numbers);
-                if (source == KEEP) put_weights(strip + v * RUN, weights[v]);
-            }
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-                for (int v = 0; v < cols; v++) part[r][v] = times(x + r * stride + (k + at) * 2, weights[v], part[r][v]);
-        }
-    }
-}
-
-/* sums [rows][WIDE] (from 0 if `start` is 0) += x [rows][stride] times `steps`, PIECE at most, of the panel, from step
- * `start` on, where a piece begins; as many vectors of outputs at a time as `cols` says. */
-INLINE void multiply_columns(const int rows, const int cols, const int source, const elem *x, long stride,
-                             const Fours *panel, elem *strip, long start, long steps, float *sums) {
-    const Piece piece = {panel->words + start * STEP / 2, strip, numbers_of(panel->floats)};
-    const long group = panel->per_group, end = start + steps;
-    float inputs[MAX_ROWS][PIECE / WORD]; /* the sum of each group's */
-    for (long k = start, g = 0, next; k < end && panel->zeros; k = next, g++) {
-        next = k - k % group + group < end ? k - k % group + group : end;
-        for (int r = 0; r < rows; r++) inputs[r][g] = sum_of_inputs(x + r * stride + (k - start) * 2, next - k);
-    }
-    for (int first = 0; first < VECS; first += cols) {
-        vec whole[MAX_ROWS][VECS], part[MAX_ROWS][VECS];
-        for (int r = 0; r < rows; r++)
-            for (int v = 0; v < cols; v++) whole[r][v] = start ? get_float(sums + r * WIDE + (first + v) * LANES) : splat(0);
-        for (long k = start, g = 0, next; k < end; k = next, g++) {
-            next = k - k % group + group < end ? k - k % group + group : end;
-            multiply_group(rows, cols, source, x, stride, &piece, k - start, next - k, first, part);
-            const long lane = k / group * WIDE + first * LANES;
-            /* Told, not left to the compiler: a row's bits must not depend on the rows that it is taken with. */
-            for (int v = 0; v < cols && panel->zeros; v++) {
-                const __m512 zeros = _mm512_loadu_ps(panel->zeros + lane + v * LANES);
-                for (int r = 0; r < rows; r++)
-                    part[r][v] = (vec)_mm512_fnmadd_ps(_mm512_set1_ps(inputs[r][g]), zeros, (__m512)part[r][v]);
-            }
-            for (int v = 0; v < cols; v++) {
-                const __m512 scales = _mm512_loadu_ps(panel->scales + lane + v * LANES);
-                for (int r = 0; r < rows; r++)
-                    whole[r][v] = (vec)_mm512_fmadd_ps((__m512)part[r][v], scales, (__m512)whole[r][v]);
-            }
-        }
-        for (int r = 0; r < rows; r++)
-            for (int v = 0; v < cols; v++) put_float(sums + r * WIDE + (first + v) * LANES, whole[r][v]);
-    }
-}
-
-/* The same, with the sums of a group and of all before it in registers side by side, unless groups are long: then those
- * of all before are seldom wanted, and all vectors of outputs share an input that is spread over a register. */
-INLINE void multiply_groups(const int rows, const int source, const elem *x, long stride, const Fours *panel, elem *strip,
-                            long start, long steps, float *sums) {
-    if (rows <= 3 || (source == WORDS && panel->per_group >= LONG_GROUP))
-        multiply_columns(rows, VECS, source, x, stride, panel, strip, start, steps, sums);
-    else
-        multiply_columns(rows, VECS / 2, source, x, stride, panel, strip, start, steps, sums);
-}
-#endif

@@ -39,6 +39,7 @@ static void finish(const float *sums, const float *scales, const elem *bias, ele
 #include "panel_tiles.h"
 #include "panel_fours.h"
 #include "panel_eights.h"
+#include "panel_groups.h"
 
 /* Rows of a band: bands of about one size, so that threads get equal shares; whole passes in all but the last. A band may
  * have a pass more than BAND, less a row. */
