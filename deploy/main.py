@@ -1,21 +1,18 @@
-"""The `squadron` command: its subcommands and their flags."""
+"""The `squadron` command: its subcommands, and the flags of those that have no file of their own for them."""
 
 from __future__ import annotations
 
 import shutil
-import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from cluster.app_config import AppConfig
-from cluster.batch.io.paths import is_url, local_path
-from cluster.config_values import GATEWAY, HAPROXY, SERVE
 from deploy.batch.flags import BatchCommand, batch
+from deploy.capacity.flags import plan
 from deploy.cli.flags import (
     OF_A_SERVICE,
     PLANNED,
@@ -23,25 +20,15 @@ from deploy.cli.flags import (
     SettingsCommand,
     all_but,
     in_flags,
-    merge_settings,
     with_settings,
 )
-from deploy.cli.keys import keys, with_key_file
+from deploy.cli.keys import keys
+from deploy.client_commands import chat, status, top, why
 from deploy.serve.environment import AUTO, Environment, check_inherited, prepare_local_ray, prepare_ray
-from deploy.serve.fork_server import fork_server
-from deploy.serve.haproxy import prepare_haproxy
-from engine.errors import ConfigError, SquadronError
+from deploy.serve.flags import serve
+from engine.errors import SquadronError
 from parallel.errors import ParallelError, ShardingError
 
-LOAD = "Load"
-USUAL_INPUT = "1024, or what the context allows"
-USUAL_OUTPUT = "256, or what the context allows"
-USUAL_SHARE = "as measured on an H100: 0.85 of bandwidth, 0.59 of operations"
-LOCAL = "http://127.0.0.1:8000"
-ServerUrl = Annotated[str, typer.Option("--url", "--address", help="Where the server listens.")]
-ServerKey = Annotated[
-    str | None, typer.Option("--api-key", help="The server's key.", show_default="$SQUADRON_API_KEY, else none")
-]
 WIDE = 110  # columns; in fewer, typer's tables of help cut the names of flags short
 app = typer.Typer(
     name="squadron",
@@ -70,193 +57,13 @@ def options(
     """Serve large language models on Ray, so that every token survives."""
 
 
-@app.command(cls=ServeCommand)
-@with_settings
-def serve(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A folder, a hub id, or 'demo'. --config may give it instead, as `model:` or in `models:`."
-        ),
-    ] = None,
-    model_flag: Annotated[str | None, typer.Option("--model", help="The same as MODEL.")] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="YAML file of settings, named as the flags; the command line overrides it."),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Check model and settings, print the placement, and stop."),
-    ] = False,
-    wait_for_nodes: Annotated[
-        bool,
-        typer.Option("--wait-for-nodes", help="Wait for nodes if the cluster is too small (autoscaling)."),
-    ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show Ray's and Serve's own logs.")] = False,
-    **chosen: Any,
-) -> None:
-    """Serve MODEL over an OpenAI-compatible endpoint.
-
-    Starts Ray on this machine, or joins the cluster that RAY_ADDRESS names ("auto" finds one started by `ray start`).
-    Ctrl-C stops everything that was started; a second Ctrl-C does not wait for running streams.
-    """
-    environment = Environment.read()
-    if None not in (model, model_flag) and model != model_flag:
-        raise ConfigError(f"model is {model!r} and --model {model_flag!r}: give one of them", "model")
-    if (either := model or model_flag) is not None:
-        chosen["model"] = either
-    own_ray = environment.ray_address is None
-    settings = merge_settings(config, _keys_of(environment) | chosen).behind(GATEWAY if own_ray else SERVE)
-    with_keys = with_key_file(_with_batch_dir(settings), local=own_ray)
-    if own_ray:
-        check_inherited()
-    if dry_run:
-        from deploy.cli.dry_run import describe_plans, make_plans
-
-        print(describe_plans(settings, make_plans(settings)))
-        return
-    ray_address = prepare_ray(environment.ray_address)
-    with_haproxy = own_ray and with_keys.shared.ingress == HAPROXY
-    haproxy = prepare_haproxy(with_keys.shared) if with_haproxy else None
-    # First of all, as what it imports takes seconds: meanwhile this process imports Ray and starts it.
-    forks = fork_server() if own_ray else None
-    try:
-        from deploy.serve.command import Options, serve_app
-
-        serve_app(with_keys, Options(ray_address, wait_for_nodes, verbose, haproxy, forks))
-    finally:
-        if forks is not None:
-            forks.close()
-        if haproxy is not None:
-            haproxy.remove()
-
-
-def _keys_of(environment: Environment) -> dict[str, Any]:
-    """Return the settings of keys that the environment gives; flags override them."""
-    keys = {"api_key": environment.api_key, "metrics_key": environment.metrics_key}
-    return {name: key for name, key in keys.items() if key is not None}
-
-
-def _with_batch_dir(app: AppConfig) -> AppConfig:
-    """Return `app` with the path of its `--batch-dir` made absolute, if it has one that is no URL."""
-    place = app.shared.batch_dir
-    if place is None or is_url(place):
-        return app
-    return app.with_shared(batch_dir=str(Path(local_path(place)).absolute()))
-
-
-def plan(
-    model: Annotated[str, typer.Argument(help="A folder, a hub id, or 'demo'; only its config is read.")],
-    gpu: Annotated[
-        str,
-        typer.Option(help="Kind of GPU, such as H200, or auto for the cheapest; an unknown name lists all kinds."),
-    ],
-    gpu_prices: Annotated[
-        str | None,
-        typer.Option(
-            help="What a GPU costs an hour, such as H100=2.5,L4=0.7, in any currency; --gpu auto compares these.",
-            show_default="none: --gpu auto compares GPU memory",
-        ),
-    ] = None,
-    input_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a prompt.", show_default=USUAL_INPUT, rich_help_panel=LOAD)
-    ] = None,
-    output_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of an answer.", show_default=USUAL_OUTPUT, rich_help_panel=LOAD)
-    ] = None,
-    rps: Annotated[float | None, typer.Option(help="Requests per second at the peak.", rich_help_panel=LOAD)] = None,
-    ttft: Annotated[
-        float | None, typer.Option(help="Maximum seconds to the first token, on average.", rich_help_panel=LOAD)
-    ] = None,
-    tpot: Annotated[
-        float | None, typer.Option(help="Maximum seconds between two tokens, on average.", rich_help_panel=LOAD)
-    ] = None,
-    headroom: Annotated[
-        float, typer.Option(help="Share of a replica's rate that is kept free for bursts.", rich_help_panel=LOAD)
-    ] = 0.2,
-    spare_replicas: Annotated[
-        int, typer.Option(help="Replicas that may be lost at the peak.", rich_help_panel=LOAD)
-    ] = 1,
-    roofline_share: Annotated[
-        float | None,
-        typer.Option(
-            help="Share of the data sheets' speed to expect.", show_default=USUAL_SHARE, rich_help_panel=LOAD
-        ),
-    ] = None,
-    simulate: Annotated[
-        bool, typer.Option("--simulate", help="Also run the load through the scheduler, in virtual time.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    **chosen: Any,
-) -> None:
-    """Show what MODEL needs of GPUs: memory, tokens that fit, times, replicas for a load. Needs no GPU.
-
-    Exit code: 0 = it fits; 1 = it does not, and the nearest settings that fit are printed.
-    """
-    from deploy.capacity.load import Wanted
-    from deploy.capacity.plan import Shown, show_plan
-
-    wanted = Wanted(input_len, output_len, rps, ttft, tpot, roofline_share, headroom, spare_replicas)
-    show_plan({"model": model, **chosen}, gpu, wanted, Shown(as_json, gpu_prices, simulate))
-
-
+app.command("serve", cls=ServeCommand)(with_settings(serve))
 app.add_typer(keys)
 app.command("batch", cls=BatchCommand)(with_settings(batch, OF_A_SERVICE))
 app.command("plan", cls=SettingsCommand)(with_settings(plan, all_but(PLANNED)))
-
-
-@app.command()
-def chat(
-    url: ServerUrl = LOCAL,
-    model: Annotated[str | None, typer.Option(help="Model id.", show_default="the server's first")] = None,
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of one answer.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, max=100.0, help="0 = always the most likely token.")] = 0.7,
-    api_key: ServerKey = None,
-) -> None:
-    """Chat with a served model in the terminal. /clear clears the conversation, /exit ends it.
-
-    Lines from a pipe are messages, too.
-    """
-    from deploy.cli.chat import Chat, ChatOptions
-
-    key = api_key or Environment.read().api_key
-    if not Chat(ChatOptions(url, model, system, max_tokens, temperature, key)).run(sys.stdin):
-        raise typer.Exit(1)
-
-
-@app.command()
-def status(
-    url: ServerUrl = LOCAL,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Repeat until Ctrl-C.")] = False,
-    api_key: ServerKey = None,
-) -> None:
-    """Show a server's replicas, their load, and why a replica does not serve.
-
-    Exit code: 0 = ready, 1 = not ready, 2 = no answer. Needs no Ray on this machine.
-    """
-    from deploy.status import show_status
-
-    raise typer.Exit(show_status(url, api_key or Environment.read().api_key, as_json, watch))
-
-
-@app.command()
-def top(
-    url: ServerUrl = LOCAL,
-    interval: Annotated[float, typer.Option(min=0.2, max=3600, help="Seconds between two probes.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Read twice, an interval apart, print, and stop.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per interval.")] = False,
-    api_key: ServerKey = None,
-) -> None:
-    """Show live requests, tokens, latencies, replicas and tenants of a server. Ctrl-C ends it.
-
-    Rates and percentiles are those of the last interval, over all routers that answered. Exit code:
-    0 = ready, 1 = not ready, 2 = no answer. Needs no Ray on this machine.
-    """
-    from deploy.top.command import show_top
-
-    raise typer.Exit(show_top(url, api_key or Environment.read().api_key, interval, once, as_json))
+app.command()(chat)
+app.command()(status)
+app.command()(top)
 
 
 @app.command()
@@ -324,20 +131,7 @@ def doctor(
     raise typer.Exit(run_doctor(checks, as_json))
 
 
-@app.command()
-def why(
-    request_id: Annotated[str, typer.Argument(help="The `id` in its answer, such as chatcmpl-...")],
-    url: ServerUrl = LOCAL,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    api_key: ServerKey = None,
-) -> None:
-    """Show what a request waits or waited for: its turn, a replica, token budget, KV blocks, preemption, migration.
-
-    Exit code: 0 = found, 1 = unknown request, 2 = no answer. Needs no Ray on this machine.
-    """
-    from deploy.cli.why import show_why
-
-    raise typer.Exit(show_why(url, api_key or Environment.read().api_key, request_id, as_json))
+app.command()(why)
 
 
 @app.command()

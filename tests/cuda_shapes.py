@@ -221,7 +221,7 @@ def cuda_in_shapes() -> Iterator[Played]:
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(ShardedParameter, "__new__", FakeParameter.of))
         # What is read from files would need contents.
-        stack.enter_context(mock.patch("engine.loader.weights.fill", lambda reads, device, ranks, told: 0))
+        stack.enter_context(mock.patch("engine.loader.parameters.fill", lambda reads, device, ranks, told: 0))
         stack.enter_context(mock.patch.object(Tensor, "record_stream", _record_stream))
         played = Played(stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True)))
         stack.enter_context(_Creation(played))

@@ -11,7 +11,7 @@ from hashlib import blake2b
 from typing import Literal
 
 from cluster.replica.runs import RouterSession
-from cluster.wire.messages import Disclaim, Fetch, Fetched, Followed, Forget, Keep, Orphaned, Superseded
+from cluster.wire.answer_messages import Disclaim, Fetch, Fetched, Followed, Forget, Keep, Orphaned, Superseded
 
 MOST_BYTES = 512 << 20  # of all copies; the oldest that have ended go first, then what grows is not kept here
 MOST_AT_ONCE = 1 << 20  # bytes of notes in one message

@@ -18,28 +18,12 @@ from cluster.replica.runs import RouterSession, Run, Runs
 from cluster.replica.sessions import ReplicaFacts, ReplicaTimes, RouterSessions
 from cluster.telemetry.logs import BestEffort
 from cluster.telemetry.step_metrics import ReplicaTelemetry, StepMetrics
+from cluster.wire.answer_messages import Disclaim, Fetch, Forget, Keep
+from cluster.wire.codec import DamagedSubmitError, Up
 from cluster.wire.link import CLOSED, DAMAGED, ENGINE_DEAD, LinkClosedError, RouterLink
-from cluster.wire.messages import (
-    MAX_NAME,
-    Abort,
-    Begun,
-    DamagedSubmitError,
-    Disclaim,
-    Explain,
-    Explained,
-    Fetch,
-    FinishChoice,
-    FinishRow,
-    Forget,
-    Keep,
-    Load,
-    Ping,
-    Rejected,
-    ReplicaCosts,
-    Resync,
-    Submit,
-    Up,
-)
+from cluster.wire.parts import MAX_NAME, Load, ReplicaCosts
+from cluster.wire.replica_messages import Begun, Explained, FinishRow, Rejected
+from cluster.wire.router_messages import Abort, Explain, FinishChoice, Ping, Resync, Submit
 from cluster.wire.translation import clipped, costs_of, load_of, submitted_request, waited
 from engine.core import EngineCore
 from engine.errors import InvalidRequestError, redacted

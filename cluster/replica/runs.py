@@ -11,19 +11,10 @@ from functools import partial
 from cluster.accounts.costs import EngineUsage
 from cluster.admission.capacity import QueueState
 from cluster.telemetry.logs import about_request
+from cluster.wire.codec import Down
 from cluster.wire.link import LinkClosedError, RouterLink
-from cluster.wire.messages import (
-    BlockUpdate,
-    Down,
-    FinishRow,
-    Heartbeat,
-    Load,
-    LogprobRow,
-    PooledRow,
-    PromptRow,
-    ReplicaCosts,
-    Report,
-)
+from cluster.wire.parts import Load, ReplicaCosts
+from cluster.wire.replica_messages import BlockUpdate, FinishRow, Heartbeat, LogprobRow, PooledRow, PromptRow, Report
 from cluster.wire.translation import clipped, pooled_row, prompt_row, usage_of
 from engine.errors import redacted
 from engine.report import Finish, Floats, PromptLogprobs, StepReport, TokenLogprob

@@ -12,7 +12,8 @@ from cluster.admission.capacity import QueueState, together
 from cluster.replica.runs import Changes, RouterSession, Run
 from cluster.telemetry.logs import BestEffort
 from cluster.wire.link import DAMAGED, SILENT, SUPERSEDED, RouterLink
-from cluster.wire.messages import Draining, Load, ReplicaCosts, Welcome
+from cluster.wire.parts import Load, ReplicaCosts
+from cluster.wire.replica_messages import Draining, Welcome
 from cluster.wire.translation import block_key
 from engine.errors import redacted
 from engine.report import BlockEvents, StepReport

@@ -16,8 +16,9 @@ from cluster.errors import ApiError
 from cluster.responses.record import Record, pack_end, pack_head, unpack_end, unpack_head
 from cluster.router.dispatcher import Dispatcher
 from cluster.router.replica_handle import ReplicaHandle
+from cluster.wire.answer_messages import Disclaim, Fetch, Fetched, Followed, Forget, Keep, Orphaned, Superseded
+from cluster.wire.codec import Up
 from cluster.wire.link import MessageTooLargeError
-from cluster.wire.messages import Disclaim, Fetch, Fetched, Followed, Forget, Keep, Orphaned, Superseded, Up
 
 NUM_COPIES = 2  # replicas that have an answer, beside the router that makes it
 PAUSE = 0.05  # seconds in which what is new of an answer is gathered

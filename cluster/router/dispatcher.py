@@ -21,23 +21,11 @@ from cluster.router.reports import ReportReader
 from cluster.router.token_log import TokenLog
 from cluster.router.why import Explanation, Inquiries, explanation
 from cluster.token_source import NO_CONTEXT, CallContext, TokenChunk
+from cluster.wire.answer_messages import Fetched, Followed, Orphaned, Superseded
+from cluster.wire.codec import Down, Up
 from cluster.wire.link import CLOSED, DAMAGED, ReplicaLink
-from cluster.wire.messages import (
-    Begun,
-    Down,
-    Draining,
-    Explained,
-    Fetched,
-    FinishChoice,
-    Followed,
-    Heartbeat,
-    Orphaned,
-    Ping,
-    Rejected,
-    Report,
-    Superseded,
-    Up,
-)
+from cluster.wire.replica_messages import Begun, Draining, Explained, Heartbeat, Rejected, Report
+from cluster.wire.router_messages import FinishChoice, Ping
 from cluster.wire.translation import waited
 from engine.request import Request
 

@@ -22,8 +22,10 @@ from cluster.errors import ApiError
 from cluster.private_files import FILE, make_folder
 from cluster.router.directory import Connect
 from cluster.token_source import NO_CONTEXT, CallContext, TokenChunk, TokenSource
+from cluster.wire.codec import Down, Up
 from cluster.wire.link import CLOSED, LinkAddress, LinkClosedError, ReplicaLink
-from cluster.wire.messages import Abort, Begun, Down, FinishChoice, Report, Submit, Up
+from cluster.wire.replica_messages import Begun, Report
+from cluster.wire.router_messages import Abort, FinishChoice, Submit
 from engine.errors import ConfigError
 from engine.request import Request
 

@@ -16,7 +16,7 @@ from cluster.router.replica_set import ReplicaView
 from cluster.router.why import Ask, Explanation, ReportedEvent, nothing_known
 from cluster.sampling_defaults import sampling_defaults
 from cluster.telemetry.metrics import ModelMetrics
-from cluster.wire.messages import Waited
+from cluster.wire.parts import Waited
 from engine.errors import ConfigError, InvalidRequestError
 from engine.kv.cache_size import fit_given_blocks
 from engine.loader.checkpoint import TEXT_FILES, open_model, read_config

@@ -20,7 +20,7 @@ from cluster.router.replica_handle import LiveRequest, ReplicaHandle
 from cluster.router.replica_set import ReplicaSet
 from cluster.telemetry.logs import about_request
 from cluster.wire.link import DETOURS, LinkClosedError, MessageTooLargeError
-from cluster.wire.messages import Abort
+from cluster.wire.router_messages import Abort
 from cluster.wire.translation import submit_message
 from engine.errors import redacted
 from engine.sampling_params import MAX_N

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from cluster.wire.messages import BlockUpdate
+from cluster.wire.replica_messages import BlockUpdate
 from cluster.wire.translation import block_key
 from engine.kv.block_manager import TOKEN_BYTES, following_hashes, root_hash, token_bytes
 

@@ -11,7 +11,8 @@ from cluster.router.token_log import ChoiceLog, TokenLog
 from cluster.telemetry.tracing import semantics as names
 from cluster.token_source import NO_CONTEXT, CallContext
 from cluster.wire.link import ReplicaLink
-from cluster.wire.messages import Heartbeat, Load, ReplicaCosts, Report, ResourceUsage, TraceContext
+from cluster.wire.parts import Load, ReplicaCosts, ResourceUsage, TraceContext
+from cluster.wire.replica_messages import Heartbeat, Report
 from engine.report import TokenLogprob
 from engine.sampling_params import MAX_N
 

@@ -14,8 +14,11 @@ from cluster.router.quarantine import Blame
 from cluster.router.replica_handle import ReplicaHandle
 from cluster.router.selection import Absent, Chooser, Selection
 from cluster.telemetry.logs import BestEffort
+from cluster.wire.codec import Down, Up
 from cluster.wire.link import DAMAGED, DRAINED, STALLED, SUPERSEDED, LinkClosedError, ReplicaLink
-from cluster.wire.messages import BlockUpdate, Down, Heartbeat, Load, Ping, Rejected, ReplicaCosts, Report, Resync, Up
+from cluster.wire.parts import Load, ReplicaCosts
+from cluster.wire.replica_messages import BlockUpdate, Heartbeat, Rejected, Report
+from cluster.wire.router_messages import Ping, Resync
 from engine.errors import redacted
 
 logger = logging.getLogger(__name__)

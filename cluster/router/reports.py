@@ -16,7 +16,8 @@ from cluster.router.replica_set import ReplicaSet
 from cluster.router.token_log import ChoiceLog
 from cluster.telemetry.logs import about_request
 from cluster.wire.link import DAMAGED
-from cluster.wire.messages import Abort, FinishChoice, FinishRow, Heartbeat, PooledRow, PromptRow, Rejected, Report
+from cluster.wire.replica_messages import FinishRow, Heartbeat, PooledRow, PromptRow, Rejected, Report
+from cluster.wire.router_messages import Abort, FinishChoice
 from cluster.wire.translation import pooled_state, prompt_logprobs
 from engine.errors import redacted
 from engine.grammar.texts import shape

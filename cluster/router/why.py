@@ -13,7 +13,10 @@ from cluster.accounts.flight_recorder import Wait
 from cluster.admission.keys import Tenant
 from cluster.errors import ApiError
 from cluster.router.replica_handle import ReplicaHandle
-from cluster.wire.messages import Explain, Explained, Up, Waited
+from cluster.wire.codec import Up
+from cluster.wire.parts import Waited
+from cluster.wire.replica_messages import Explained
+from cluster.wire.router_messages import Explain
 
 LONGEST_NAME = 256
 OF_ALL = frozenset({Wait.TURN, Wait.BLOCKS})  # their details count what others do, to the token

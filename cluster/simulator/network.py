@@ -24,7 +24,7 @@ from cluster.wire.link import (
     ReplicaLink,
     RouterLink,
 )
-from cluster.wire.messages import Hello
+from cluster.wire.router_messages import Hello
 
 LATENCY = 0.0005  # seconds
 NOBODY = Context()  # what carries frames is no process: it goes on when both ends have stopped

@@ -24,7 +24,7 @@ from cluster.telemetry.samples import (
     live_counter,
     live_histogram,
 )
-from cluster.wire.messages import ReplicaCosts, ResourceUsage
+from cluster.wire.parts import ReplicaCosts, ResourceUsage
 from engine.report import EngineStats
 from engine.request import Request
 

@@ -12,7 +12,7 @@ from cluster.accounts.flight_recorder import FlightRecorder
 from cluster.telemetry.families import FAMILIES, Source
 from cluster.telemetry.logs import BestEffort
 from cluster.telemetry.samples import Histogram, by_label, family_of, histogram_of
-from cluster.wire.messages import Counted, TraceContext
+from cluster.wire.parts import Counted, TraceContext
 from engine.report import Finish, StepReport
 from engine.request import FinishReason, Request
 

@@ -16,18 +16,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from cluster.wire.messages import (
+from cluster.wire.codec import (
     DamagedMessageError,
     DamagedSubmitError,
     Down,
-    Hello,
     Message,
     Up,
-    Welcome,
     decode_down,
     decode_up,
     encode,
 )
+from cluster.wire.replica_messages import Welcome
+from cluster.wire.router_messages import Hello
 from engine.errors import SquadronError
 
 Out = TypeVar("Out", bound=Message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from cluster.wire.codec import DamagedMessageError, decode_up, encode
 from cluster.wire.frames import HELLO_TIMEOUT, FrameServer, FrameStream, open_stream
 from cluster.wire.link import (
     OTHER_PROTOCOL,
@@ -18,13 +19,8 @@ from cluster.wire.link import (
     ReplicaLink,
     RouterLink,
 )
-from cluster.wire.messages import (
-    PROTOCOL_VERSION,
-    DamagedMessageError,
-    Hello,
-    decode_up,
-    encode,
-)
+from cluster.wire.parts import PROTOCOL_VERSION
+from cluster.wire.router_messages import Hello
 
 Serve = Callable[[RouterLink], Awaitable[None]]
 

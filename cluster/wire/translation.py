@@ -10,18 +10,9 @@ import numpy as np
 
 from cluster.accounts.costs import MAX_TENANTS, NANOS, OTHERS, EngineCosts, EngineUsage
 from cluster.accounts.flight_recorder import WaitEvent
-from cluster.wire.messages import (
-    MAX_TEXT,
-    Counted,
-    Load,
-    PooledRow,
-    PromptRow,
-    ReplicaCosts,
-    ResourceUsage,
-    Submit,
-    TraceContext,
-    Waited,
-)
+from cluster.wire.parts import MAX_TEXT, Counted, Load, ReplicaCosts, ResourceUsage, TraceContext, Waited
+from cluster.wire.replica_messages import PooledRow, PromptRow
+from cluster.wire.router_messages import Submit
 from engine.errors import InvalidRequestError
 from engine.report import EngineStats, Floats, PromptLogprobs, TokenLogprob
 from engine.request import Request

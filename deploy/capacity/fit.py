@@ -10,7 +10,7 @@ from deploy.capacity.gpus import GPUS, Gpu
 from deploy.cli.terminal import gib
 from engine.config import EngineConfig
 from engine.errors import ConfigError, flag
-from engine.kv.cache_size import LEAST_CONTEXT, fit_cache, fit_states, gpu_budget
+from engine.kv.cache_size import LEAST_CONTEXT, fit_cache, fit_states, given_budget, gpu_budget, memory_share
 from engine.models.config import ModelConfig
 from engine.quantization.select import quantization_of
 from engine.resolve import resolve_for
@@ -69,7 +69,7 @@ class GpuFit:
     @property
     def allowed_bytes(self) -> int:
         """What the engine may use."""
-        return int(self.gpu.total_bytes * self.config.gpu_memory_utilization)
+        return int(self.gpu.total_bytes * memory_share(self.config))
 
 
 def fit(config: EngineConfig, model: ModelConfig, gpu: Gpu, measure: Measure = footprint_of) -> GpuFit:
@@ -85,10 +85,13 @@ def fit(config: EngineConfig, model: ModelConfig, gpu: Gpu, measure: Measure = f
             f"kv_cache_dtype={full.kv_cache_dtype}: {gpu.name} has no fp8; use kv_cache_dtype=auto", "kv_cache_dtype"
         )
     found = measure(full, model)
-    full, states = fit_states(full, found.state_bytes, max(cache_budget(full, found, gpu), 0))
-    left = cache_budget(full, found, gpu) - states
+    room = cache_budget(full, found, gpu)
+    by_bytes = full.kv_cache_memory_bytes is not None and full.num_kv_blocks is None
+    budget = given_budget(full, room) if by_bytes else room
+    full, states = fit_states(full, found.state_bytes, max(budget, 0))
+    left = budget - states
     blocks = left // found.block_bytes
-    if blocks < 2:
+    if blocks < 2 and not by_bytes:
         raise ConfigError(_too_large(full, found, gpu), "tensor_parallel_size")
     if full.num_kv_blocks is not None:
         if full.num_kv_blocks > blocks:
@@ -126,11 +129,12 @@ def _too_large(config: EngineConfig, found: Footprint, gpu: Gpu) -> str:
     ranks = config.tensor_parallel_size
     split = f"tensor_parallel_size={ranks}: " if ranks > 1 else ""
     graphs = f"CUDA graphs {gib(found.graph_bytes)}, " if found.graph_bytes else ""
+    share = memory_share(config)
+    allowed = "it has" if share == 1 else f"gpu_memory_utilization={share:g} allows"
     return (
         f"{split}of each {gpu.name} the weights take {gib(found.weight_bytes)}, a step {gib(found.step_bytes)}, "
         f"{graphs}and CUDA {gib(other_bytes(config))}, which leaves no KV cache of the "
-        f"{gib(gpu.total_bytes * config.gpu_memory_utilization)} that gpu_memory_utilization="
-        f"{config.gpu_memory_utilization:g} allows"
+        f"{gib(gpu.total_bytes * share)} that {allowed}"
     )
 
 
@@ -167,13 +171,13 @@ class Asked:
 
 def nearest(asked: Asked) -> list[str]:
     """Return the single changes that would do, as flags, nearest first; none where no single one does."""
-    found = (_sizes, _weights, _caches, _contexts, _steps, _dtypes, _gpus)
+    found = (_sizes, _weights, _caches, _budgets, _contexts, _steps, _dtypes, _gpus)
     return [change for changes in found for change in changes(asked)]
 
 
 def roomier(asked: Asked) -> list[str]:
     """Return the single changes of how a model is held that would do, as flags; its context stays as long."""
-    return [change for changes in (_sizes, _weights, _caches) for change in changes(asked)]
+    return [change for changes in (_sizes, _weights, _caches, _budgets) for change in changes(asked)]
 
 
 def _sizes(asked: Asked) -> Iterator[str]:
@@ -200,6 +204,12 @@ def _caches(asked: Asked) -> Iterator[str]:
     """Keys and values in fp8."""
     if not asked.config.fp8_cache and asked.works(kv_cache_dtype="fp8"):
         yield f"{flag('kv_cache_dtype')} fp8"
+
+
+def _budgets(asked: Asked) -> Iterator[str]:
+    """All the memory that is left, where less is asked for."""
+    if asked.config.kv_cache_memory_bytes is not None and asked.works(kv_cache_memory_bytes=None):
+        yield f"leaving {flag('kv_cache_memory_bytes')} out"
 
 
 def _contexts(asked: Asked) -> Iterator[str]:

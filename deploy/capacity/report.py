@@ -234,7 +234,7 @@ def _memory(fit: GpuFit) -> list[str]:
         *_columns(
             [
                 (f"{fit.gpu.name}, as CUDA reports it", gib(fit.gpu.total_bytes), ""),
-                (f"--gpu-memory-utilization {config.gpu_memory_utilization:g}", gib(fit.allowed_bytes), ""),
+                *([_utilization(fit)] if config.kv_cache_memory_bytes is None else []),
                 ("weights", gib(found.weight_bytes), ""),
                 (f"a step of {config.token_budget:,} tokens", gib(found.step_bytes), ""),
                 *([("CUDA graphs", gib(found.graph_bytes), "estimate")] if found.graph_bytes else []),
@@ -245,6 +245,10 @@ def _memory(fit: GpuFit) -> list[str]:
         ),
         f"  {_fitting(longest)} of {config.context_len:,} tokens at a time.",
     ]
+
+
+def _utilization(fit: GpuFit) -> tuple[str, str, str]:
+    return f"--gpu-memory-utilization {fit.config.gpu_memory_utilization:g}", gib(fit.allowed_bytes), ""
 
 
 def _fitting(longest: float) -> str:

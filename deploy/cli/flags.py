@@ -131,6 +131,7 @@ PLANNED = (
     "num_kv_blocks",
     "kv_cache_dtype",
     "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
     "enforce_eager",
     "cudagraph_capture_sizes",
 )

@@ -22,14 +22,20 @@ def cpu_budget(config: EngineConfig) -> int:
     return min(free_memory() // CPU_SHARE, CPU_MOST) // config.tensor_parallel_size
 
 
+def memory_share(config: EngineConfig) -> float:
+    """Return the share of a GPU's memory that the engine may use.
+
+    Where `kv_cache_memory_bytes` is set, `gpu_memory_utilization` does not count, as in vLLM.
+    """
+    return 1.0 if config.kv_cache_memory_bytes is not None else config.gpu_memory_utilization
+
+
 def gpu_budget(config: EngineConfig, total: int, free: int, peak: int, current: int) -> int:
     """Return the bytes that a GPU of `total` bytes can give to one rank's cache; negative where it has none.
 
-    free: bytes that are not used. peak, current: most and present bytes of the engine's own. Where
-    `kv_cache_memory_bytes` is set, `gpu_memory_utilization` does not count, as in vLLM.
+    free: bytes that are not used. peak, current: most and present bytes of the engine's own.
     """
-    share = 1.0 if config.kv_cache_memory_bytes is not None else config.gpu_memory_utilization
-    return int(total * share) - (total - free) - peak + current
+    return int(total * memory_share(config)) - (total - free) - peak + current
 
 
 def given_budget(config: EngineConfig, room: int) -> int:

@@ -30,7 +30,7 @@ from engine.loader.checkpoint import (
     summed_files,
 )
 from engine.loader.safetensors_file import Checkpoint
-from engine.loader.weights import names_on_disk, refuse_tensors
+from engine.loader.tensor_names import names_on_disk, refuse_tensors
 from engine.models.blueprint import blueprint
 from engine.models.causal_lm import CausalLM
 from engine.models.decoder import DecoderLM

@@ -17,6 +17,7 @@ from parallel.parameter import Transfer
 
 CHUNK_BYTES = 8 << 20  # read at a time; two buffers of it per thread are all the memory that reading takes
 MOST_THREADS = 16
+Told = Callable[[float], None]  # called with the share of a whole that is done, 0 to 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def fill(
     reads: Sequence[tuple[TensorOnDisk, Transfer]],
     device: torch.device,
     ranks: int = 1,
-    told: Callable[[float], None] = lambda _: None,
+    told: Told = lambda _: None,
 ) -> int:
     """Make all transfers, to parameters on `device`, cast to their dtypes; returns the bytes read.
 

@@ -27,7 +27,8 @@ from engine.kv.cache_size import cpu_budget, fit_cache, fit_states, given_budget
 from engine.kv.cache_specs import block_bytes, state_bytes
 from engine.layers.attention import attention_specs
 from engine.loader.checkpoint import ModelFolder, open_model
-from engine.loader.weights import load_model, read_kv_scales
+from engine.loader.kv_scales import read_kv_scales
+from engine.loader.weights import load_model
 from engine.models.causal_lm import CausalLM
 from engine.quantization.select import choose_products, hold_in_int8, quantization_of
 from engine.report import Ints, SamplingInputs, StepInputs, StepOutputs

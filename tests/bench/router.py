@@ -30,8 +30,10 @@ from cluster.router.dispatcher_config import DispatcherConfig
 from cluster.router.replica_handle import LiveRequest, ReplicaHandle
 from cluster.router.token_log import TokenLog
 from cluster.wire import tcp
+from cluster.wire.codec import decode_down, encode
 from cluster.wire.link import LinkAddress, ReplicaLink
-from cluster.wire.messages import Load, Report, Welcome, decode_down, encode
+from cluster.wire.parts import Load
+from cluster.wire.replica_messages import Report, Welcome
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.report import SamplingInputs, StepInputs

@@ -34,7 +34,7 @@ from cluster.router.token_log import TokenLog
 from cluster.simulator.engine import StepTimes
 from cluster.wire import tcp
 from cluster.wire.link import LinkAddress
-from cluster.wire.messages import Welcome
+from cluster.wire.replica_messages import Welcome
 from engine.kv.block_manager import prompt_hashes
 from engine.request import Request
 from engine.sampling_params import SamplingParams

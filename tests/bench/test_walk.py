@@ -127,7 +127,7 @@ def test_a_chat_request_walks_from_the_gate_to_the_engine():
         "cluster/openai/validation.py",
         "cluster/admission/admission_queue.py",
         "cluster/router/placement.py",
-        "cluster/wire/messages.py",
+        "cluster/wire/codec.py",
         "cluster/replica/core.py",
         "engine/scheduler/admission.py",
         "engine/worker/runner.py",

@@ -21,7 +21,7 @@ from cluster.telemetry.tracing.call_trace import call_trace
 from cluster.telemetry.tracing.engine_spans import EngineSpans
 from cluster.telemetry.tracing.provider import FileExporter, Tracing, tracing_with
 from cluster.token_source import NO_CONTEXT, CallContext
-from cluster.wire.messages import TraceContext
+from cluster.wire.parts import TraceContext
 from engine.kv.block_manager import NO_EVENTS
 from engine.report import EngineStats, Finish, StepReport
 from engine.request import FinishReason, Request, Sequence

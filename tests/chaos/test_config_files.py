@@ -18,7 +18,8 @@ from ray.serve.context import _get_global_client
 from cluster.lifecycle.leases import ReplicaWatch
 from cluster.lifecycle.rollback import AppMemory
 from cluster.wire.link import ReplicaLink
-from cluster.wire.messages import Draining, Ping
+from cluster.wire.replica_messages import Draining
+from cluster.wire.router_messages import Ping
 from cluster.wire.tcp import connect
 from tests.chaos.serve_logs import ServeLogs, check_announced
 from tests.chaos.traffic import Traffic

@@ -12,7 +12,8 @@ import pytest
 from cluster.replica.sessions import ReplicaTimes
 from cluster.wire import tcp
 from cluster.wire.link import ReplicaLink
-from cluster.wire.messages import Abort, FinishChoice, Heartbeat, Report, Submit
+from cluster.wire.replica_messages import Heartbeat, Report
+from cluster.wire.router_messages import Abort, FinishChoice, Submit
 from tests.bench.switchboard import PORT, Switchboard, reroute
 from tests.chaos.lab import SCALE, NetLab, long_request
 from tests.cluster.cluster_lab import FREE_RUN, GatedExecutor, Lab, LabReplica, oracle, until

@@ -190,6 +190,31 @@ def test_more_blocks_than_fit_are_refused_with_how_many_do(folder):
     assert plan_capacity(EngineConfig(model, num_kv_blocks=most), "L4", Wanted()).fit.num_blocks == most
 
 
+def test_a_cache_of_so_many_bytes_is_planned_whatever_share_of_the_gpu_may_be_used(folder):
+    model, given = folder(LLAMA_8B), {"kv_cache_memory_bytes": 4 << 30}
+    found = plan_capacity(EngineConfig(model, gpu_memory_utilization=0.01, **given), "H100", Wanted()).fit
+    assert 0 <= (4 << 30) - found.kv_bytes < found.footprint.block_bytes
+    assert found.allowed_bytes == GPUS["H100"].total_bytes
+    shown = squadron(model, "--gpu", "H100", "--kv-cache-memory-bytes", "4G", "--max-model-len", "32k")
+    assert "KV cache                   4.0 GiB  32,752 tokens" in shown.stdout, shown.stderr
+    assert "--gpu-memory-utilization" not in shown.stdout
+
+
+def test_more_bytes_of_cache_than_are_left_are_refused_with_how_many_are(folder):
+    model = folder(LLAMA_8B)
+    text, flag = refusal(model, "H100", kv_cache_memory_bytes=200 << 30)
+    assert flag == "kv_cache_memory_bytes"
+    most = int(text.split("lower it to ")[1].split(".")[0])
+    assert text.endswith("Any of these does: leaving --kv-cache-memory-bytes out, --gpu B300")
+    found = plan_capacity(EngineConfig(model, kv_cache_memory_bytes=most), "H100", Wanted()).fit
+    assert most - found.kv_bytes < found.footprint.block_bytes
+    text, _ = refusal(model, "H100", kv_cache_memory_bytes=1000)
+    least = int(text.split("raise --kv-cache-memory-bytes to ")[1].split(".")[0])
+    found = plan_capacity(EngineConfig(model, kv_cache_memory_bytes=least), "H100", Wanted()).fit
+    assert found.config.context_len == found.model.max_positions
+    refusal(model, "H100", kv_cache_memory_bytes=least - 1, max_model_len=found.config.context_len)
+
+
 def test_a_context_beyond_the_model_is_refused_as_the_engine_does(folder):
     text, flag = refusal(folder(LLAMA_8B), "H200", max_model_len=200_000)
     assert flag == "max_model_len"

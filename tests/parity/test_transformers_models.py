@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from engine.errors import CheckpointError, ConfigError
 from engine.llm import LLM
 from engine.loader.checkpoint import open_model
-from engine.loader.weights import load_model, read_kv_scales
+from engine.loader.kv_scales import read_kv_scales
+from engine.loader.weights import load_model
 from engine.models.blueprint import blueprint
 from engine.models.config import ModelConfig
 from engine.models.registry import FAMILIES

@@ -15,7 +15,8 @@ from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.layers.base import Build
 from engine.loader.checkpoint import open_model
-from engine.loader.weights import load_model, read_kv_scales
+from engine.loader.kv_scales import read_kv_scales
+from engine.loader.weights import load_model
 from engine.models.registry import family_of
 from engine.resolve import check_model
 from engine.worker.footprint import footprint_of

@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec import structs
 
+from cluster.wire.codec import Down, Up
 from cluster.wire.link import (
     CLOSED,
     LOST,
@@ -23,7 +24,8 @@ from cluster.wire.link import (
     ReplicaLink,
     RouterLink,
 )
-from cluster.wire.messages import BlockUpdate, Down, Hello, Report, Up
+from cluster.wire.replica_messages import BlockUpdate, Report
+from cluster.wire.router_messages import Hello
 
 
 class LocalFrames:

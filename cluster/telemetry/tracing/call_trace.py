@@ -10,7 +10,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from cluster.errors import ApiError
 from cluster.telemetry.tracing import semantics as names
 from cluster.telemetry.tracing.provider import Attributes, Tracing, is_fault
-from cluster.wire.messages import TraceContext
+from cluster.wire.parts import TraceContext
 from engine.request import Request
 
 

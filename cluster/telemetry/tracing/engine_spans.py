@@ -14,7 +14,7 @@ from cluster.accounts.flight_recorder import FlightRecorder, Wait, WaitEvent
 from cluster.telemetry.logs import about_request
 from cluster.telemetry.tracing import semantics as names
 from cluster.telemetry.tracing.provider import Tracing, is_fault, is_sampled
-from cluster.wire.messages import TraceContext
+from cluster.wire.parts import TraceContext
 from engine.report import Finish, StepReport
 from engine.request import FinishReason, Request, Sequence
 

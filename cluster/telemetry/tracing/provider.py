@@ -29,7 +29,7 @@ from cluster.errors import STATUS_BY_CODE
 from cluster.private_files import FILE
 from cluster.telemetry.tracing import semantics
 from cluster.wire.link import DRAINED, ENDS, SLOW_CONSUMER
-from cluster.wire.messages import TraceContext
+from cluster.wire.parts import TraceContext
 
 log = logging.getLogger(__name__)
 SAY_AGAIN = 60.0  # seconds between two lines about a collector that does not answer

@@ -15,7 +15,8 @@ from cluster.admission.admission_queue import AdmissionQueue
 from cluster.admission.deadline import HEADER, LONGEST, before_the_proxy, timeout_of
 from cluster.errors import ApiError
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
-from cluster.wire.messages import Submit, decode_up, encode
+from cluster.wire.codec import decode_up, encode
+from cluster.wire.router_messages import Submit
 from cluster.wire.translation import submit_message, submitted_request
 from engine.request import FinishReason
 from engine.scheduler.waiting import FEW, Deadlines

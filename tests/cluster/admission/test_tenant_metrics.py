@@ -18,7 +18,7 @@ from cluster.config import NO_KEYS, parse_config
 from cluster.http.gate import OPEN_PATHS, SCRAPED_PATHS
 from cluster.telemetry.families import FAMILIES
 from cluster.telemetry.metrics import Metrics, ReplicaSetStats, ReplicaStats, account_metrics
-from cluster.wire.messages import ReplicaCosts, ResourceUsage
+from cluster.wire.parts import ReplicaCosts, ResourceUsage
 from deploy.cli.dry_run import describe_plans, make_plans
 from deploy.cli.keys import own_key, with_key_file
 from deploy.status import FOR_ADMINS, Condition, fetch, lines

@@ -17,7 +17,7 @@ from cluster.grpc_api.rpc import status_code
 from cluster.grpc_api.server import GrpcServer, ListenAddress
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.router.replica_set import ReplicaView
-from cluster.wire.messages import Load
+from cluster.wire.parts import Load
 from engine.errors import ConfigError, InvalidRequestError
 from tests.grpc_client import LIMIT, gathered, refusal_of, serving_grpc
 from tests.openai_app import MODEL, saying, served_model

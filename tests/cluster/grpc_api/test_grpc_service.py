@@ -9,7 +9,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.router.replica_set import ReplicaView
-from cluster.wire.messages import Load
+from cluster.wire.parts import Load
 from tests.fake_source import FakeSource
 from tests.grpc_client import LIMIT, gathered, serving_grpc
 from tests.openai_app import MODEL, app_for, client_for, saying, served_model

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.replica import answer_keeper
 from cluster.replica.answer_keeper import AnswerKeeper
-from cluster.wire.messages import Disclaim, Fetch, Fetched, Followed, Forget, Keep, Orphaned, Superseded
+from cluster.wire.answer_messages import Disclaim, Fetch, Fetched, Followed, Forget, Keep, Orphaned, Superseded
 
 
 class Router:

@@ -9,7 +9,8 @@ import pytest
 from cluster.accounts.flight_recorder import Wait
 from cluster.replica.core import ReplicaCore
 from cluster.replica.sessions import ReplicaFacts, ReplicaTimes
-from cluster.wire.messages import Abort, Rejected, Report
+from cluster.wire.replica_messages import Rejected, Report
+from cluster.wire.router_messages import Abort
 from cluster.wire.translation import submit_message
 from engine.config import EngineConfig
 from engine.core import EngineCore

@@ -12,7 +12,9 @@ from cluster.accounts.flight_recorder import Wait
 from cluster.replica.core import ReplicaCore
 from cluster.replica.sessions import ReplicaFacts, ReplicaTimes
 from cluster.wire.link import RouterLink
-from cluster.wire.messages import Abort, Rejected, TraceContext
+from cluster.wire.parts import TraceContext
+from cluster.wire.replica_messages import Rejected
+from cluster.wire.router_messages import Abort
 from cluster.wire.translation import submit_message
 from engine.config import EngineConfig
 from engine.core import EngineCore

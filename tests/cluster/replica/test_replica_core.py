@@ -14,21 +14,11 @@ from cluster.replica import core
 from cluster.replica.runs import RouterSession
 from cluster.replica.sessions import CachedBlocks, ReplicaTimes
 from cluster.telemetry.step_metrics import StepMetrics, StepSpeed
+from cluster.wire.codec import Down
 from cluster.wire.link import DAMAGED, ENGINE_DEAD, LOST, SUPERSEDED, LinkClosedError, LinkRefusedError, ReplicaLink
-from cluster.wire.messages import (
-    Abort,
-    Down,
-    Draining,
-    Explain,
-    FinishChoice,
-    Heartbeat,
-    Hello,
-    Ping,
-    Rejected,
-    Report,
-    Resync,
-    TraceContext,
-)
+from cluster.wire.parts import TraceContext
+from cluster.wire.replica_messages import Draining, Heartbeat, Rejected, Report
+from cluster.wire.router_messages import Abort, Explain, FinishChoice, Hello, Ping, Resync
 from cluster.wire.translation import submit_message
 from tests.cluster.cluster_lab import GatedExecutor, LabReplica, until
 from tests.engine.engine_driver import expected, long_request, request

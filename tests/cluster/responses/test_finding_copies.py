@@ -14,7 +14,8 @@ from cluster.responses.record import End, Head, Record, pack_head
 from cluster.router import answer_copies
 from cluster.router.answer_copies import AnswerCopies
 from cluster.token_source import TokenChunk
-from cluster.wire.messages import Fetch, Fetched, Forget, Superseded, Up
+from cluster.wire.answer_messages import Fetch, Fetched, Forget, Superseded
+from cluster.wire.codec import Up
 from tests.cluster.ingress.router_lab import LabRouter, RouterLab
 from tests.cluster.responses.test_router_deaths import begin, client_of
 from tests.simulator.links import connect_local

@@ -13,7 +13,8 @@ import pytest
 from cluster.errors import ApiError
 from cluster.router.dispatcher import Dispatcher
 from cluster.wire.link import DAMAGED, ENGINE_DEAD, LOST, SUPERSEDED, LinkAddress, LinkClosedError, RouterLink
-from cluster.wire.messages import Begun, Ping, Submit, Welcome
+from cluster.wire.replica_messages import Begun, Welcome
+from cluster.wire.router_messages import Ping, Submit
 from cluster.wire.tcp import connect
 from tests.cluster.cluster_lab import until
 from tests.cluster.router.outage_lab import OutageLab, asked

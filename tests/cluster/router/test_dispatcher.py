@@ -13,7 +13,7 @@ from cluster.replica.sessions import ReplicaTimes
 from cluster.router.dispatcher_config import DispatcherConfig
 from cluster.router.replica_set import MESSAGES_PER_TURN
 from cluster.token_source import TokenChunk
-from cluster.wire.messages import Report
+from cluster.wire.replica_messages import Report
 from engine.errors import ConfigError
 from tests.cluster.cluster_lab import Lab, long_request, oracle, until
 from tests.engine.engine_driver import expected, request

@@ -14,7 +14,7 @@ from cluster.replica.runs import RouterSession
 from cluster.router.dispatcher_config import DispatcherConfig
 from cluster.router.selection import Chooser
 from cluster.router.token_log import TokenLog
-from cluster.wire.messages import LogprobRow
+from cluster.wire.replica_messages import LogprobRow
 from tests.cluster.cluster_lab import Lab, long_request, oracle, until
 
 BYSTANDERS = [long_request(f"r{i}", seed=i) for i in range(20)]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.errors import ApiError
-from cluster.wire.messages import PromptRow, Report
+from cluster.wire.replica_messages import PromptRow, Report
 from engine.request import Request
 from tests.cluster.cluster_lab import Lab, oracle, until
 from tests.engine.engine_driver import Driver, request

@@ -13,7 +13,7 @@ from cluster.errors import ApiError
 from cluster.replica.sessions import ReplicaTimes
 from cluster.router.dispatcher_config import DispatcherConfig
 from cluster.wire import tcp
-from cluster.wire.messages import Report
+from cluster.wire.replica_messages import Report
 from tests.cluster.cluster_lab import GatedExecutor, Lab, LabReplica, long_request, oracle, until
 from tests.engine.engine_driver import expected, request
 from tests.simulator.links import FaultPlan

@@ -19,7 +19,7 @@ from cluster.router.models import Models
 from cluster.router.readiness import app_ready_body
 from cluster.router.replica_set import ReplicaView
 from cluster.telemetry.metrics import Metrics, ReplicaSetStats, ReplicaStats
-from cluster.wire.messages import Load
+from cluster.wire.parts import Load
 from engine.errors import ConfigError
 from engine.report import EngineStats
 from engine.text.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from cluster.admission.tenants import Tenancy
 from cluster.replica.sessions import ReplicaTimes
 from cluster.router.metrics import CostCollector
 from cluster.telemetry.metrics import Metrics
-from cluster.wire.messages import ReplicaCosts, ResourceUsage
+from cluster.wire.parts import ReplicaCosts, ResourceUsage
 from cluster.wire.translation import costs_of
 from engine.request import Request
 from tests.cluster.cluster_lab import Lab, long_request, until

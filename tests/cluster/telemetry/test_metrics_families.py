@@ -18,7 +18,7 @@ from cluster.telemetry.families import FAMILIES, PREFIX, TABLE, Family, Kind, So
 from cluster.telemetry.metrics import Metrics, ReplicaSetStats, ReplicaStats
 from cluster.telemetry.samples import Histogram, histogram_of, vllm_samples
 from cluster.telemetry.step_metrics import StepMetrics
-from cluster.wire.messages import Load, ReplicaCosts, ResourceUsage
+from cluster.wire.parts import Load, ReplicaCosts, ResourceUsage
 from engine.errors import ConfigError
 from engine.report import EngineStats
 from tests.cluster.telemetry.test_metrics import asked

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from cluster.http.request_spans import RouterTracing, TracedApp
 from cluster.telemetry.tracing.call_trace import call_trace
-from cluster.wire.messages import TraceContext, decode_up, encode
+from cluster.wire.codec import decode_up, encode
+from cluster.wire.parts import TraceContext
 from cluster.wire.translation import submit_message
 from tests.cluster.cluster_lab import long_request
 from tests.cluster.telemetry.tracing_lab import TRACE, TRACEPARENT, Spans, TracedLab

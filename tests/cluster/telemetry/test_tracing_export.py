@@ -35,7 +35,7 @@ from cluster.telemetry.tracing.call_trace import call_trace
 from cluster.telemetry.tracing.engine_spans import EngineSpans
 from cluster.telemetry.tracing.provider import FileExporter, ForgivingExporter, exporter_to, tracing_to
 from cluster.telemetry.tracing.start import process_tracing, replica_spans
-from cluster.wire.messages import TraceContext
+from cluster.wire.parts import TraceContext
 from engine.errors import ConfigError
 from tests.cluster.cluster_lab import long_request
 from tests.cluster.telemetry.tracing_lab import Spans

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from cluster.wire import frames, tcp
+from cluster.wire.codec import encode
 from cluster.wire.link import (
     DAMAGED,
     ENGINE_DEAD,
@@ -25,7 +26,9 @@ from cluster.wire.link import (
     ReplicaLink,
     RouterLink,
 )
-from cluster.wire.messages import PROTOCOL_VERSION, Abort, Draining, Hello, Ping, Rejected, Welcome, encode
+from cluster.wire.parts import PROTOCOL_VERSION
+from cluster.wire.replica_messages import Draining, Rejected, Welcome
+from cluster.wire.router_messages import Abort, Hello, Ping
 from tests.simulator.links import FaultPlan, FaultyLink, connect_local
 
 WELCOME = Welcome("a", 5, "fake", 100, 61, 4, 9)

@@ -8,31 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.accounts.flight_recorder import Wait
-from cluster.wire.messages import (
-    Abort,
+from cluster.wire.codec import DamagedMessageError, decode_down, decode_up, encode
+from cluster.wire.parts import Load, ReplicaCosts, ResourceUsage, Waited
+from cluster.wire.replica_messages import (
     BlockUpdate,
-    DamagedMessageError,
     Draining,
-    Explain,
     Explained,
-    FinishChoice,
     FinishRow,
     Heartbeat,
-    Hello,
-    Load,
     LogprobRow,
-    Ping,
     Rejected,
-    ReplicaCosts,
     Report,
-    ResourceUsage,
-    Resync,
-    Waited,
     Welcome,
-    decode_down,
-    decode_up,
-    encode,
 )
+from cluster.wire.router_messages import Abort, Explain, FinishChoice, Hello, Ping, Resync
 from cluster.wire.translation import block_key, load_of, submit_message, submitted_request
 from engine.errors import InvalidRequestError
 from engine.report import EngineStats

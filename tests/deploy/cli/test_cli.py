@@ -61,7 +61,7 @@ def test_a_refused_start_is_one_sentence_and_exit_code_1():
 def test_a_variable_that_replicas_would_refuse_is_refused_before_anything_starts(command, monkeypatch):
     monkeypatch.setenv("SQUADRON_CPU_ISA", "avx9")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(cli, "prepare_ray", pytest.fail)
+    monkeypatch.setattr("deploy.serve.flags.prepare_ray", pytest.fail)
     monkeypatch.setattr(batch_flags, "prepare_ray", pytest.fail)
     with pytest.raises(
         ConfigError, match="SQUADRON_CPU_ISA=avx9 is unknown, or this CPU does not have it; use native"

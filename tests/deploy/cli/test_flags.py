@@ -46,7 +46,7 @@ def served(monkeypatch):
 
     seen = []
     monkeypatch.setattr(deploy.serve.command, "serve_app", lambda app, options: seen.append((app.shared, options)))
-    monkeypatch.setattr(cli, "prepare_ray", lambda address: address)
+    monkeypatch.setattr("deploy.serve.flags.prepare_ray", lambda address: address)
     return seen
 
 

@@ -58,7 +58,7 @@ def served(monkeypatch) -> list[ClusterConfig]:
 
     seen: list[ClusterConfig] = []
     monkeypatch.setattr(deploy.serve.command, "serve_app", lambda app, options: seen.append(app.shared))
-    monkeypatch.setattr(cli, "prepare_ray", lambda address: address)
+    monkeypatch.setattr("deploy.serve.flags.prepare_ray", lambda address: address)
     return seen
 
 

@@ -27,7 +27,8 @@ from cluster.router.live_model import admission_queue
 from cluster.router.models import Models
 from cluster.router.why import PATIENCE, Inquiries, explanation
 from cluster.telemetry.metrics import Metrics
-from cluster.wire.messages import Explained, Waited
+from cluster.wire.parts import Waited
+from cluster.wire.replica_messages import Explained
 from deploy.cli.why import FOUND, NOTHING, UNREACHABLE, show_why
 from deploy.demo import demo_model_path
 from tests.cluster.cluster_lab import Lab, long_request, until

@@ -148,8 +148,8 @@ def test_a_start_that_fails_early_leaves_no_folder(monkeypatch, tmp_path, end) -
         raise end
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(cli, "prepare_ray", lambda address: address)
-    monkeypatch.setattr(cli, "prepare_haproxy", lambda _: setup)
+    monkeypatch.setattr("deploy.serve.flags.prepare_ray", lambda address: address)
+    monkeypatch.setattr("deploy.serve.flags.prepare_haproxy", lambda _: setup)
     monkeypatch.setattr("deploy.serve.command.serve_app", fail)
     CliRunner().invoke(cli.app, ["serve", "demo", "--ingress", "haproxy"])
     assert seen == [True]
