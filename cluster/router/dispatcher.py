@@ -159,6 +159,16 @@ class Dispatcher:
         self._note_turn(request, waited)
         self._flight.note(request.request_id, Wait.DONE, outcome)
 
+    def turn_away(self, error: Callable[[], ApiError]) -> None:
+        """End the requests that wait for a replica and have brought no token yet."""
+        self._placement.turn_away(error)
+
+    def end_all(self, error: Callable[[], ApiError]) -> None:
+        """End all requests, each with an error of its own; new ones are taken."""
+        for live in list(self._live.values()):
+            if live.log.error is None and not live.log.finished:
+                self._placement.fail(live, error())
+
     @property
     def linked(self) -> list[ReplicaHandle]:
         """The replicas whose links hold."""

@@ -14,6 +14,7 @@ from cluster.router.quarantine import Blame
 from cluster.router.replica_handle import LiveRequest, ReplicaHandle
 from cluster.router.replica_set import ReplicaSet
 from cluster.router.token_log import ChoiceLog
+from cluster.sleep_orders import ASLEEP
 from cluster.telemetry.logs import about_request
 from cluster.wire.link import DAMAGED
 from cluster.wire.messages import Abort, FinishChoice, FinishRow, Heartbeat, PooledRow, PromptRow, Rejected, Report
@@ -100,6 +101,11 @@ class ReportReader:
         live = replica.live.get(refusal.stream)
         if live is not None:
             self._placement.detach(live, refusal.code)
+            if refusal.code == ASLEEP:
+                replica.asleep = True  # its next heartbeat says more
+                self._replicas.selection.refresh()
+                self._placement.move(live, f"replica {replica.replica_id} sleeps")
+                return
             self._fail(live, replica, ApiError(refusal.code, refusal.message, param=refusal.param))
 
     def _apply(

@@ -159,7 +159,21 @@ class BlockUpdate(Packed, frozen=True):
     cleared: bool = False
 
 
-PROTOCOL_VERSION = 13
+class SleepState(Packed, frozen=True):
+    """How far a replica has carried out an order to sleep or to wake (`cluster.sleep_orders`).
+
+    ticket: of the latest order that it is done with, "" = of none. level / asleep: at which level which parts sleep.
+    released: those of them whose memory is free on all ranks. failed: why that order could not be carried out.
+    """
+
+    ticket: Name = ""
+    level: Count = 0
+    asleep: tuple[Name, ...] = ()
+    released: tuple[Name, ...] = ()
+    failed: Text = ""
+
+
+PROTOCOL_VERSION = 14
 
 
 class DamagedMessageError(SquadronError):
@@ -363,7 +377,8 @@ class Heartbeat(Packed, tag=14, frozen=True):
 
     block_updates: those sent on this link so far. others: as in `Report`. running: stream keys of the choices that
     have not ended. submitted: all submits with stream keys below have come here, or never will; what of them is not
-    in `running` has ended, and all that was to be said of it went before this message.
+    in `running` has ended, and all that was to be said of it went before this message. sleep: None where it cannot be
+    put to sleep.
     """
 
     incarnation: Count
@@ -373,6 +388,7 @@ class Heartbeat(Packed, tag=14, frozen=True):
     costs: ReplicaCosts | None = None
     submitted: Count = 0
     running: list[int] = field(default_factory=list)
+    sleep: SleepState | None = None
 
 
 class Draining(Packed, tag=15, frozen=True):

@@ -122,6 +122,7 @@ HELP = {
         "allowed_hosts": "More names of the server, separated by commas: llm.example.com, *.example.com, *.",
         "allowed_origins": "Sites whose pages may use it (CORS), separated by commas: https://chat.example.com, *.",
         "metrics_key": "Key for /metrics and /ready only, for Prometheus and probes.",
+        "enable_sleep_mode": "Let operators free the replicas' memory for a time: POST /sleep and /wake_up.",
         "max_body_bytes": "Maximum size of a request body.",
         "strict_fields": "Refuse request fields without effect, even if they cannot change an answer.",
         "max_inflight": "Sequences that a router gives to the replicas; tenants take turns for more.",

@@ -76,7 +76,6 @@ MODEL = {
     "--hf-token": Advice("Set HF_TOKEN, or log in with `hf auth login`"),
     "--model-class-overrides": Advice(NO_CLASSES),
     "--pooler-config": Advice("Use --embedding-pooling last or mean"),
-    "--enable-sleep-mode": Advice("`LLM.sleep` needs no flag; of a server, --min-replicas 0 ends idle replicas"),
     "--sleep-mode-offload-cudagraph": Advice("Graphs are dropped for sleep and captured again: leave it out"),
     "--sleep-preserve-parameter-names": Advice("`LLM.sleep` keeps all parameters by name: leave it out"),
     "--enable-cumem-allocator": Advice("Memory is allocated by torch: leave it out", off=True),
