@@ -242,12 +242,6 @@ def parse_config(values: Mapping[str, Any]) -> ClusterConfig:
         raise _as_config_error(error) from None
     _check_names(config)
     _check_metrics_key(config)
-    if config.enable_sleep_mode and not config.keyed:
-        raise ConfigError(
-            "enable_sleep_mode: whoever may put replicas to sleep may stop the server; give --api-key or "
-            "--api-key-file too",
-            "enable_sleep_mode",
-        )
     scaling_settings(config)
     return config
 

@@ -132,7 +132,7 @@ class ReportReader:
             live.first_token_at = self._clock()
             self._counters.ttft.observe(live.first_token_at - live.accepted_at)
         # Fewer may wait where log-probabilities come with each, which take up far more than a token.
-        each = min(1 + (choice.log.request.params.logprobs or 0), LOGPROBS_COUNT)
+        each = min(1 + choice.log.request.params.num_told, LOGPROBS_COUNT)
         most = max(1, self._max_pending_tokens // each)
         choice.check_at = choice.delivered + most
         if choice.pending > most:

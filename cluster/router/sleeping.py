@@ -17,6 +17,7 @@ from engine.worker.sleep import KV_CACHE
 
 logger = logging.getLogger(__name__)
 LOOK_AGAIN = 0.05  # seconds between two looks at how far the replicas are
+OTHERS_SECONDS = 1.0  # after which all replicas have said what they have of other routers
 PATIENCE = 600.0  # seconds that an order is waited for; it stays in force
 
 
@@ -81,7 +82,7 @@ class SleepingModel:
                 raise ApiError("invalid_value", message, param="level")
             if self.order.asleep == order_to_sleep(level, mode, 0.0).asleep:
                 return
-        elif not mode and (running := self._num_running()):
+        elif not mode and (running := await self._still_running()):
             message = (
                 f"{running} requests of {self.model_id} run or wait: add mode=wait to let them finish first, "
                 "mode=abort to end them, or mode=keep to go on with them after /wake_up"
@@ -136,9 +137,14 @@ class SleepingModel:
             await asyncio.sleep(LOOK_AGAIN)
         self._turns_away = None
 
-    def _num_running(self) -> int:
-        waiting = self._admission.num_waiting
-        return self._dispatcher.num_live + self._dispatcher.num_of_others + waiting
+    async def _still_running(self) -> int:
+        """Return how many requests run or wait: 0 as soon as there is none. What other routers have is known late."""
+        until = time.monotonic() + OTHERS_SECONDS
+        while running := self._dispatcher.num_live + self._dispatcher.num_of_others + self._admission.num_waiting:
+            if time.monotonic() > until:
+                break
+            await asyncio.sleep(LOOK_AGAIN)
+        return running
 
     def _error(self) -> ApiError:
         parts = " and ".join(self.order.asleep).replace(KV_CACHE, "KV cache")

@@ -72,6 +72,7 @@ HELP = {
         "max_num_batched_tokens": "Maximum tokens in one step, prefill and decode.",
         "long_prefill_token_threshold": "Maximum prompt tokens of one sequence in a step; 0 = no maximum.",
         "scheduling_policy": "Which request runs first.",
+        "max_logprobs": "Most tokens whose logprobs a request may get at each position; -1 = the whole vocabulary.",
         "attention_backend": "Implementation of attention.",
         "batch_invariant": "Compute bits that do not depend on the batch; slower on a GPU.",
         "enforce_eager": "Do not capture CUDA graphs or compile; easier to debug.",

@@ -64,7 +64,6 @@ MODEL = {
     "--allow-deprecated-quantization": Advice("--quantization lists what is read: leave it out", off=True),
     "--enable-return-routed-experts": Advice("Answers do not tell which experts ran: leave it out", off=True),
     "--return-sampling-mask": Advice("A request asks for logprobs: leave it out", off=True),
-    "--max-logprobs": Advice("A request may ask for up to 20", holds=("20",)),
     "--logprobs-mode": Advice("Logprobs are those of the model, before penalties", holds=("raw_logprobs",)),
     "--use-fp64-gumbel": Advice("Noise is exact enough in the type that is used: leave it out", off=True),
     "--enable-trace-replay": Advice("Tokens cannot be given for a request to draw: leave it out", off=True),
