@@ -60,7 +60,18 @@ def parse_app(values: Mapping[str, Any]) -> AppConfig:
 
     Raises `ConfigError` that names the setting, in `models` by its place: `models[1].tensor_parallel_size`.
     """
-    settings = _plain_keys(values)
+    app = _parsed_app(_plain_keys(values))
+    # Here, not with each configuration: the app's parts get theirs without keys.
+    if app.shared.enable_sleep_mode and not app.shared.keyed:
+        raise ConfigError(
+            "enable_sleep_mode: whoever may put replicas to sleep may stop the server; give --api-key or "
+            "--api-key-file too",
+            "enable_sleep_mode",
+        )
+    return app
+
+
+def _parsed_app(settings: dict[str, Any]) -> AppConfig:
     if "models" not in settings:
         return AppConfig((parse_config(settings),))
     entries = _entries(settings.pop("models"))

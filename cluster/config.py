@@ -154,6 +154,7 @@ class ClusterConfig(ServedModelConfig):
     allowed_hosts / allowed_origins: names by which clients may call the server beside the usual ones, and sites whose
         pages may use it (`cluster.http.sites`); None = the usual names, and pages of this machine; with keys, all.
     metrics_key: opens /metrics and /ready, and GetLoad of gRPC, and nothing else: for who scrapes a server with keys.
+    enable_sleep_mode: whether operators may have the replicas give their memory back for a time, by `POST /sleep`.
     max_waiting_per_tenant / max_queue_wait: requests of one tenant that may wait in a router for a model, and seconds
         that each may; one that would wait longer by the rate at which the queue drains gets a 429 at once.
     max_body_bytes: largest request body.
@@ -192,6 +193,7 @@ class ClusterConfig(ServedModelConfig):
     allowed_hosts: HostNames | None = None
     allowed_origins: Origins | None = None
     metrics_key: str | None = None
+    enable_sleep_mode: bool = False
     max_waiting_per_tenant: Count = 4096
     max_queue_wait: Seconds = 60.0
     max_body_bytes: Annotated[int, Field(ge=1024), Short] = 4 * 1024 * 1024

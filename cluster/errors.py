@@ -21,6 +21,7 @@ STATUS_BY_CODE = {
     "rate_limit_exceeded": 429,
     "overloaded": 429,
     "no_replica": 503,
+    "asleep": 503,
     "replica_lost": 503,
     "router_lost": 503,
     "no_router": 503,

@@ -7,6 +7,7 @@ With API keys, `/ready` wants one; it is read from a file, because a probe's hea
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,10 +45,19 @@ def trouble(probe: Probe, key: str | None = None, seconds: float = SECONDS) -> s
         with build_opener(ProxyHandler({})).open(request, timeout=seconds) as response:
             body = response.read(65536).decode(errors="replace")
     except HTTPError as error:
-        return f"{url}: {error.code} {error.read(500).decode(errors='replace')}".rstrip()
+        said = error.read(65536).decode(errors="replace")
+        return None if _sleeps(said) else f"{url}: {error.code} {said[:500]}".rstrip()
     except (OSError, HTTPException) as error:
         return f"{url}: {error}"
     return None if probe.says in body else f"{url}: {body[:500]}"
+
+
+def _sleeps(body: str) -> bool:
+    """Whether what is not ready is so because an operator put it to sleep: /wake_up has to find its way here."""
+    try:
+        return bool(json.loads(body)["asleep"])
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -50,6 +50,7 @@ class ReplicaLine:
     running: int | None = None
     waiting: int | None = None
     kv_usage: float | None = None
+    sleep_level: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +109,14 @@ def read_report(address: str, ready: Mapping[str, Any], metrics: str) -> StatusR
         queued=sums.get(WAITING),
         migrations=sums.get(MIGRATIONS),
         replicas=tuple(_line(state) for state in ready.get("states", [])),
-        notice=str(ready.get("notice") or app.get("reason") or ""),
+        notice=str(ready.get("notice") or _asleep(ready) or app.get("reason") or ""),
         deployments=deployments,
     )
+
+
+def _asleep(ready: Mapping[str, Any]) -> str:
+    names = ready.get("asleep")
+    return f"asleep: {', '.join(map(str, names))}; POST /wake_up wakes it" if names else ""
 
 
 def _models(ready: Mapping[str, Any]) -> tuple[str, ...]:
@@ -143,6 +149,7 @@ STYLES = {
     "ready": "green",
     "starting": "yellow",
     "pending": "yellow",
+    "asleep": "blue",
     "draining": "cyan",
     "stalled": "red",
     "crash-looping": "bold red",
@@ -194,6 +201,8 @@ def detail(replica: ReplicaLine) -> str:
     words = [replica.phase.replace("_", " ") + done] if replica.phase else []
     if replica.state == "stalled" and replica.seconds is not None:
         words.append(f"its engine has not moved for {replica.seconds:.0f} s")
+    elif replica.sleep_level:
+        words.append(f"at level {replica.sleep_level}")
     elif replica.state == "pending" and not replica.failed_starts:
         words.append("waits for a process, or for room")
     elif replica.seconds is not None and replica.state == "starting":
@@ -249,6 +258,7 @@ def _plain(replica: ReplicaLine) -> str:
         "kv": None if replica.kv_usage is None else f"{replica.kv_usage:.0%}",
         "failed_starts": replica.failed_starts or None,
         "next_try": None if replica.next_try is None else f"{replica.next_try:.0f}s",
+        "sleep_level": replica.sleep_level,
         "reason": replica.reason,
     }
     return " ".join(["replica", replica.name or "-", replica.state, *pairs(values)])

@@ -9,6 +9,7 @@ from typing import Any
 
 from engine.device.topology import format_cpus, parse_cpus
 from engine.errors import ConfigError
+from engine.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 SHORT_DTYPES = {"half": "float16", "float": "float32"}  # as vLLM's users may spell them
@@ -64,6 +65,7 @@ class EngineConfig:
     no prefix of a model with recurrent states is found; None = from memory, at most `max_num_seqs`.
     cudagraph_capture_sizes: padded batch sizes in which decode steps on CUDA are replayed, all captured at start;
     None = 1, 2, 4, 8, 16, 24, ... up to `max_num_seqs` and 512, some of them captured when they are needed.
+    max_logprobs: most tokens whose log-probabilities a request may ask for at each position; -1 = all there are.
     attention_backend: "reference" keeps products, norms, rotation and gating to torch's operations too, where "auto"
     takes what is compiled for this CPU, or Triton's kernels on CUDA.
     batch_invariant: the bits of a token do not depend on what else is in its steps; slower on a GPU.
@@ -105,6 +107,7 @@ class EngineConfig:
     enforce_eager: bool = False
     cudagraph_capture_sizes: tuple[int, ...] | None = None
     scheduling_policy: str = "fcfs"
+    max_logprobs: int = MAX_LOGPROBS
     attention_backend: str = "auto"
     batch_invariant: bool = False
     async_scheduling: bool | None = None
@@ -126,6 +129,7 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), low)
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        _at_least("max_logprobs", self.max_logprobs, ALL_LOGPROBS)
         _power_of_two("block_size", self.block_size)
         if self.num_state_snapshots is not None:
             _at_least("num_state_snapshots", self.num_state_snapshots, 0)

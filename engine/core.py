@@ -42,7 +42,7 @@ from engine.step import (
     take_prompt_logprobs,
 )
 from engine.worker.executor import Executor
-from engine.worker.sleep import Sleep
+from engine.worker.sleep import WEIGHTS, Sleep
 
 NO_STATS = EngineStats()
 
@@ -98,6 +98,7 @@ class EngineCore:
         self._collected_at = self._in_flight.ran_at  # when the last step was
         self._dead: str | None = None
         self._sleep = Sleep(executor)
+        self._on_cpu = config.on_cpu
         self._unreported: StepReport | None = None  # of the step that was collected to fall asleep
 
     @property
@@ -211,6 +212,22 @@ class EngineCore:
     def is_sleeping(self) -> bool:
         """Whether a part of the engine sleeps, so that no step computes anything."""
         return self._sleep.level > 0
+
+    @property
+    def sleep_level(self) -> int:
+        """The level at which it sleeps, 0 while it is awake."""
+        return self._sleep.level
+
+    @property
+    def asleep(self) -> tuple[str, ...]:
+        """Which parts of it sleep: `weights`, `kv_cache`."""
+        return self._sleep.asleep
+
+    @property
+    def released(self) -> tuple[str, ...]:
+        """Those of them whose memory is free: on a CPU the weights stay where they are at level 1."""
+        stays = self._on_cpu and self.sleep_level == 1
+        return tuple(part for part in self.asleep if not (stays and part == WEIGHTS))
 
     def stats(self) -> EngineStats:
         """Return the figures as they are now."""

@@ -20,6 +20,7 @@ Floats = NDArray[np.float32]
 NO_PAIRS: Ints = np.zeros((0, 2), np.int32)
 NO_DRAWS: Ints = np.zeros((0, 5), np.int32)
 NO_ENDINGS: Ints = np.zeros((0, 4), np.int32)
+NO_ROWS: NDArray[np.int64] = np.zeros(0, np.int64)
 NO_STATES: Ints = np.zeros(0, np.int32)
 
 
@@ -113,6 +114,8 @@ class SamplingInputs:
     rows: Ints | None = None  # [num_samples]
     prompt: PromptScores | None = None
     num_logprobs: int = -1  # most logprobs any row wants; 0 = only the chosen token's; -1 = none
+    whole_rows: NDArray[np.int64] = field(default_factory=lambda: NO_ROWS)
+    # [num_whole]  samples of which those of the whole vocabulary are wanted, ascending
 
     @property
     def all_greedy(self) -> bool:
@@ -134,6 +137,7 @@ class Logprobs:
     top_ids: Ints  # [num, k], best first
     top: Floats  # [num, k]
     ranks: Ints | None = None  # [num]  of the chosen; of prompt tokens alone
+    whole: Mapping[int, Floats] = field(default_factory=dict)  # sample -> [vocab], of `SamplingInputs.whole_rows`
 
 
 @dataclass(slots=True)

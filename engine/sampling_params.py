@@ -10,7 +10,12 @@ from typing import Any, Literal, get_args
 from engine.errors import InvalidRequestError
 
 MAX_N = 16
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 20  # unless `EngineConfig.max_logprobs` allows more
+ALL_LOGPROBS = -1
+MAX_LOGPROB_IDS = 128
+MOST_LOGPROBS = (
+    2**20
+)  # of one answer, where they are of more than the best few: all that links and routers hold at once
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256
 MAX_BIASES = 1024
@@ -49,8 +54,10 @@ class SamplingParams:
 
     `temperature=0` is greedy. `top_k=0` (or -1) and `top_p=1` switch those filters off. `max_tokens=None` means
     as many as the context holds. `seed=None` lets the server choose one. `logprobs=k` returns the chosen token's
-    log-probability and the k best, `prompt_logprobs=k` the same of every prompt token but the first.
-    Log-probabilities are those of the raw logits, before temperature and penalties.
+    log-probability and the k best, -1 all of the vocabulary; `prompt_logprobs=k` the same of every prompt token but
+    the first, 20 at most. Log-probabilities are those of the raw logits, before temperature and penalties.
+
+    logprob_token_ids: the tokens whose log-probabilities are told in the place of the best ones, in this order.
 
     logit_bias: token id -> what is added to its logit, given as a mapping. allowed_token_ids: the only ids that may
     be drawn; empty = all. bad_words: texts that are never completed; bad_words_ids: the token sequences that they
@@ -75,6 +82,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     ignore_eos: bool = False
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     prompt_logprobs: int | None = None
@@ -111,12 +119,24 @@ class SamplingParams:
                 )
         if self.seed is not None:
             _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
+        named = _token_ids(self.logprob_token_ids, "logprob_token_ids", MAX_LOGPROB_IDS)
+        object.__setattr__(self, "logprob_token_ids", named)
+        if named:
+            self._check_named(len(named))
         if self.logprobs is not None:
-            _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            _check_integer("logprobs", self.logprobs, ALL_LOGPROBS, 2**31 - 1)
         if self.prompt_logprobs is not None:
             _check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         if self.structured is not None:
             self._check_structured()
+
+    def _check_named(self, count: int) -> None:
+        if self.logprobs not in (None, 0, count):
+            raise InvalidRequestError(
+                f"logprobs must be {count}, as many as logprob_token_ids has, or left out, not {self.logprobs}",
+                "logprobs",
+            )
+        object.__setattr__(self, "logprobs", 0)
 
     def _check_structured(self) -> None:
         if self.min_tokens:
@@ -128,6 +148,23 @@ class SamplingParams:
             raise InvalidRequestError(
                 "ignore_eos cannot be true beside structured output, which ends where it is complete", "ignore_eos"
             )
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether log-probabilities are wanted of more tokens than the best few of each step."""
+        return bool(self.logprob_token_ids) or (self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS)
+
+    @property
+    def num_told(self) -> int:
+        """How many of a position's alternatives are told; all that come where only those come that are wanted."""
+        return MOST_LOGPROBS if self.whole_rows else self.logprobs or 0
+
+    def num_alternatives(self, vocab_size: int) -> int:
+        """Return of how many tokens beside the chosen one log-probabilities are told at each position."""
+        if self.logprob_token_ids:
+            return len(self.logprob_token_ids)
+        wanted = self.logprobs or 0
+        return vocab_size if wanted == ALL_LOGPROBS else min(wanted, vocab_size)
 
     @property
     def greedy(self) -> bool:

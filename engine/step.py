@@ -29,6 +29,7 @@ from engine.report import (
     TokenLogprob,
 )
 from engine.request import Request, Sequence
+from engine.sampling_params import SamplingParams
 from engine.scheduler.schedule import Hold, Schedule
 from engine.scheduler.scheduler import Scheduler
 from engine.worker.executor import Executor, Pending
@@ -169,15 +170,28 @@ def _logprobs(report: StepReport, places: Items[int], found: Logprobs, fail: Fai
     """Return the figures of those that asked, each cut to as many as it asked for. places: see `fill`."""
     logprobs: dict[int, TokenLogprob] = {}
     for row, (sequence, place) in enumerate(zip(report.sequences, places, strict=True)):
-        count = sequence.request.params.logprobs
+        params = sequence.request.params
+        count = params.logprobs
         if count is None:
             continue
         try:
+            if params.whole_rows:
+                logprobs[row] = _of_whole_row(report.token_ids[row], found.whole[place], params)
+                continue
             top = zip(found.top_ids[place, :count].tolist(), found.top[place, :count].tolist(), strict=True)
             logprobs[row] = TokenLogprob(report.token_ids[row], float(found.chosen[place]), tuple(top))
         except Exception as error:
             fail(sequence, error)
     return logprobs
+
+
+def _of_whole_row(token: int, values: Floats, params: SamplingParams) -> TokenLogprob:
+    """Return what is told of a token, given those of the whole vocabulary; of equals the lower id comes first."""
+    ids = np.array(params.logprob_token_ids, np.intp)
+    if not len(ids):
+        ids = np.argsort(-values, kind="stable")[: params.num_alternatives(len(values))]
+    top = zip(ids.tolist(), values[ids].tolist(), strict=True)
+    return TokenLogprob(token, float(values[token]), tuple(top))
 
 
 def _stuck(sequence: Sequence) -> Exception:

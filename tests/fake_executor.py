@@ -75,6 +75,10 @@ class FakeExecutor(Executor):
         outputs = StepOutputs(token_ids, stuck=stuck)
         if sampling.num_logprobs >= 0:
             outputs.logprobs = _logprobs(token_ids, sampling.num_logprobs, self._vocab_size)
+            # As of the best: the chosen token -0.5, and each that follows it one less.
+            after = (np.arange(self._vocab_size) - token_ids[sampling.whole_rows][:, None]) % self._vocab_size
+            whole = (-0.5 - after).astype(np.float32)
+            outputs.logprobs.whole = dict(zip(sampling.whole_rows.tolist(), whole, strict=True))
         if sampling.prompt is not None:
             outputs.prompt_logprobs = self._prompt_logprobs(inputs, sampling.prompt)
         if len(inputs.pooled):

@@ -70,6 +70,7 @@ class AdmissionQueue:
     it was promised when there is none for a while; who comes meanwhile has its own (`AdmissionConfig.absent_wait`).
 
     on_turned_away: called with each request that waited and did not get in, the seconds, and the code of its end.
+    refusal: returns why no request is let in now, None where they are.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class AdmissionQueue:
         serving: Callable[[], bool] = lambda: True,
         on_turned_away: Callable[[Request, float, str], None] = lambda *_: None,
     ) -> None:
+        self.refusal: Callable[[], ApiError | None] = lambda: None
         self.source = source
         self.on_turned_away = on_turned_away
         self.rejections: Counter[str] = Counter()  # by `REASONS`
@@ -159,8 +161,17 @@ class AdmissionQueue:
         if tokens:  # refusals, vectors and whatever ended before its first token say nothing of how long answers are
             self._lengths.seen(tokens)
 
+    def turn_away(self, error: Callable[[], ApiError]) -> None:
+        """Refuse all that wait for their turn."""
+        for queued in self._queue.items():
+            self._drop(queued)
+            if queued.called is not None and not queued.called.done():
+                queued.called.set_exception(error())
+
     async def enter(self, queued: QueuedRequest) -> None:
         """Return when `queued` may go in; it must `leave` afterwards."""
+        if (refusal := self.refusal()) is not None:
+            raise refusal
         queued.work = queued.prompt + self._lengths.of(queued.request, queued.sequences)
         self._let_in()
         # Where there is room still, those that wait do so for a compiler, and block no other request.

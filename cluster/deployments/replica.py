@@ -16,6 +16,7 @@ from cluster.lifecycle.autoscaling_policy import replica_stats
 from cluster.lifecycle.control_store import StartRegister, living_actors, version_of
 from cluster.lifecycle.leaving import NodeEnd, call_on_leaving, stop_flag
 from cluster.lifecycle.node_drains import ends_soon
+from cluster.lifecycle.sleep_book import StoredOrders, watch
 from cluster.lifecycle.starts import Start
 from cluster.replica.orphans import watch_raylet
 from cluster.telemetry.logs import log_to_serve, rank_fields
@@ -57,6 +58,10 @@ class Replica:
             show_to_dashboard()
         # The replica itself notifies routers at once: Serve's notice goes by way of its controller.
         notice = call_on_leaving(self._host.core.drain, stop_flag(), NodeEnd(partial(ends_soon, group.nodes)))
+        if self._config.enable_sleep_mode:
+            context = serve.get_replica_context()
+            book = StoredOrders(context.app_name, context.deployment)
+            watch(book, asyncio.get_running_loop(), self._host.core.obey)
         self._stop_notice = asyncio.get_running_loop().create_task(notice)
         start.ready()
 

@@ -41,6 +41,7 @@ from cluster.lifecycle.leaving import NodeEnd, stop_flag, until_others_serve
 from cluster.lifecycle.node_drains import drain, ends_soon, own_node
 from cluster.lifecycle.rollback import AppMemory, BuiltOf, DeployedApp, Rollback
 from cluster.lifecycle.shared_quotas import SharedQuotas
+from cluster.lifecycle.sleep_book import StoredOrders, watch
 from cluster.lifecycle.updates import StartupWait, UpdateFailedError
 from cluster.openai.served_model import ServedModel
 from cluster.replica.orphans import watch_raylet
@@ -49,6 +50,7 @@ from cluster.router.live_model import LiveModel
 from cluster.router.metrics import StartCollector
 from cluster.router.models import Models, served_model
 from cluster.router.readiness import app_body, app_ready_body, fresh
+from cluster.router.sleeping import SleepingModel
 from cluster.telemetry.families import Source
 from cluster.telemetry.logs import log_to_serve
 from cluster.telemetry.metrics import Metrics
@@ -182,6 +184,7 @@ class RouterHost:
             drain=drain,
             response_retention=config.response_retention,
             copies=AnswerCopies([live.dispatcher for live in self._live], config.response_retention),
+            sleeping=self._sleeping() if config.enable_sleep_mode else None,
         )
         publisher = RayPublisher((Source.ROUTER,), {"router": self._router_id}, config.metrics_compat is not None)
         Publishing(on_loop(metrics.registry.collect), publisher, publish_period()).start()
@@ -194,6 +197,15 @@ class RouterHost:
         app = StartupWait(self._ingress, self._serving, self._others.count)
         self._exchanges = ExchangeServer(app)
         return app
+
+    def _sleeping(self) -> list[SleepingModel]:
+        """Return what puts each model to sleep, with its orders watched from now on."""
+        loop, found = asyncio.get_running_loop(), []
+        for live, replicas in zip(self._live, self._replicas, strict=True):
+            book = StoredOrders(self._others.app, replicas.deployment_name)
+            found.append(live.with_sleep(book))
+            watch(book, loop, found[-1].obey)
+        return found
 
     def _with_calls(self, app: ASGIApp, models: Models, tenancy: Tenancy, answered: Answered) -> ASGIApp:
         from cluster.grpc_api.forwarded import ForwardedCalls

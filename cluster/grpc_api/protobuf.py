@@ -252,7 +252,7 @@ class Responses(ABC):
         return not text and not delta.logprobs and not self._tokens and delta.finish_reason is None
 
     def _logprobs(self, placed: Sequence[PlacedLogprob]) -> list[pb.TokenLogprob]:
-        top = self._call.params.logprobs or 0
+        top = self._call.params.num_told
         return [
             pb.TokenLogprob(
                 token_id=one.logprob.token_id,

@@ -42,6 +42,7 @@ from cluster.http.kept_answers import InputItemsEndpoint, KeptChatEndpoint, Kept
 from cluster.http.messages import VERSION_HEADER, CountTokensEndpoint, MessagesEndpoint
 from cluster.http.openapi import OPERATIONS, SERVED, openapi
 from cluster.http.sites import Sites
+from cluster.http.sleep_routes import sleep_routes
 from cluster.http.storage import FileThreads, Stored
 from cluster.http.ui import page_headers, ui_route
 from cluster.openai.frames import ChatFrames, CompletionFrames
@@ -54,6 +55,7 @@ from cluster.responses.metrics import KeptAnswerCollector
 from cluster.responses.store import ResponseStore
 from cluster.router.metrics import TenantCollector
 from cluster.router.models import ModelFront, Models
+from cluster.router.sleeping import SleepingModel
 from cluster.router.why import why
 from cluster.telemetry.metrics import CONTENT_TYPE, Metrics
 
@@ -75,6 +77,7 @@ def build_app(
     drain: DrainNode | None = None,
     response_retention: float = RESPONSE_RETENTION,
     copies: Copies | None = None,
+    sleeping: Sequence[SleepingModel] | None = None,
 ) -> ASGIApp:
     """Return the OpenAI-compatible app.
 
@@ -86,7 +89,8 @@ def build_app(
     sites: names that the server goes by, and sites whose pages may use it; None = as on loopback. response_retention:
     seconds for which answers that are to be kept are, after their end; 0 = none is. copies: of them, for other
     routers; None = nobody has any.
-    drain: announces that a node ends (`POST /drain`); None = there are no nodes.
+    drain: announces that a node ends (`POST /drain`); None = there are no nodes. sleeping: puts each model to sleep;
+    None = the server has no sleep mode.
     """
     tenancy = tenancy or Tenancy()
     metrics.register(TenantCollector(tenancy, models, metrics))
@@ -102,6 +106,7 @@ def build_app(
         *_document_routes(tenancy.keyed, drain is not None),
         *_status_routes(metrics, models, ready),
         *compat_routes(models, lambda: bool(ready()["ready"])),
+        *sleep_routes(models, sleeping),
         Route("/why/{name}", partial(_why, models)),
         ui_route(),
     ]
@@ -256,6 +261,9 @@ def _of_model(body: ReadyBody, front: ModelFront) -> ReadyBody:
     replicas = [replica for replica in body["replicas"] if replica["model"] == front.model_id]
     cold = [name for name in body["cold"] if name == front.model_id]
     ready = front.ready()
+    if front.model_id in body.get("asleep", ()):
+        asleep = {"asleep": [front.model_id]}
+        return {"ready": False, "models": {front.model_id: False}, "cold": [], **asleep, "replicas": replicas}
     return {"ready": ready, "models": {front.model_id: ready}, "cold": cold, "replicas": replicas}
 
 

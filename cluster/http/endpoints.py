@@ -213,7 +213,7 @@ async def _stream(
             usage = generation.usage
             frames.report_usage(usage, replace(before, cached_tokens=usage.cached_tokens))
             before = usage
-        if len(delta.logprobs) > MANY_LOGPROBS:
+        if len(delta.logprobs) > (0 if call.params.whole_rows else MANY_LOGPROBS):
             held.append(await asyncio.to_thread(frames.delta, delta))
         else:
             held.append(frames.delta(delta))

@@ -18,6 +18,7 @@ from cluster.anthropic.message_fields import CountTokensFields, MessagesRequest
 from cluster.batch.server.objects import Status
 from cluster.http.batch_routes import BatchFields, BatchListFields, FileFields, FileListFields
 from cluster.http.drain_route import DrainFields
+from cluster.http.sleep_routes import AsleepQuery, SleepQuery, WakeQuery
 from cluster.openai.embeddings import EmbeddingFields
 from cluster.openai.fields import Fields
 from cluster.openai.request_fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
@@ -276,6 +277,7 @@ SERVED: Sequence[Operation] = (
     Operation("/health", "Tell that the process lives.", _object(status=_STRING), open=True),
     Operation("/ready", "Tell whether requests can be served.", _object(ready={"type": "boolean"}), not_yet=True),
 )
+_SLEEPERS = {"type": "object"}  # by model: level, parts that sleep, what was released, level of each replica
 # What a server over Ray has beside.
 OPERATIONS: Sequence[Operation] = (
     *SERVED,
@@ -284,6 +286,26 @@ OPERATIONS: Sequence[Operation] = (
         "Announce that a node ends, with an operator's key.",
         _object(nodes=_list(_STRING), deadline={"type": "number"}),
         DrainFields,
+    ),
+    Operation(
+        "/sleep",
+        "Have replicas give memory back, with an operator's key: --enable-sleep-mode.",
+        _object(status=_STRING, level=_INTEGER, models=_SLEEPERS),
+        query=SleepQuery,
+        verb="post",
+    ),
+    Operation(
+        "/wake_up",
+        "Have replicas take their memory again, with an operator's key.",
+        _object(status=_STRING, models=_SLEEPERS),
+        query=WakeQuery,
+        verb="post",
+    ),
+    Operation(
+        "/is_sleeping",
+        "Tell whether models sleep.",
+        _object(is_sleeping={"type": "boolean"}, models=_SLEEPERS),
+        query=AsleepQuery,
     ),
 )
 

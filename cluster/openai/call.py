@@ -171,6 +171,7 @@ def _check_ids(params: SamplingParams, vocab_size: int) -> None:
     for param, ids in (
         ("stop_token_ids", params.stop_token_ids),
         ("allowed_token_ids", params.allowed_token_ids),
+        ("logprob_token_ids", params.logprob_token_ids),
         ("logit_bias", [token for token, _ in params.logit_bias]),
     ):
         if ids and max(ids) >= vocab_size:

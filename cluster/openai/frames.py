@@ -156,7 +156,7 @@ class CompletionFrames(Frames):
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
         call = self._call
-        return completion_logprobs(delta.logprobs, self._tokenizer, call.params.logprobs or 0, call.tokens_as_ids)
+        return completion_logprobs(delta.logprobs, self._tokenizer, call.params.num_told, call.tokens_as_ids)
 
 
 class ChatFrames(Frames):
@@ -225,7 +225,7 @@ class ChatFrames(Frames):
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
         call = self._call
-        return chat_logprobs(delta.logprobs, self._tokenizer, call.params.logprobs or 0, call.tokens_as_ids)
+        return chat_logprobs(delta.logprobs, self._tokenizer, call.params.num_told, call.tokens_as_ids)
 
 
 def usage_body(usage: TokenUsage) -> dict[str, Any]:

@@ -250,8 +250,10 @@ async def whole_body(call: Call, generation: Generation, deltas: AsyncIterator[D
 
 
 def _num_logprobs(call: Call, usage: TokenUsage) -> int:
-    """Tokens of a whole answer whose log-probabilities are returned, at least."""
+    """Tokens of a whole answer whose log-probabilities are returned, at least; all of some where these are many."""
     output = usage.completion_tokens if call.params.logprobs is not None else 0
+    if call.params.whole_rows:
+        return MANY_LOGPROBS + 1
     return output + (usage.prompt_tokens if call.params.prompt_logprobs is not None else 0)
 
 

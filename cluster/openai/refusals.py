@@ -72,7 +72,6 @@ EXTENSIONS: Mapping[str, Refusal] = {
     "use_beam_search": Refusal((False,), "ask for n choices and choose among them"),
     "length_penalty": Refusal((1, 1.0), "there is no beam search", (int, float)),
     "spaces_between_special_tokens": Refusal((True,)),
-    "logprob_token_ids": _use("logprobs, which tell the 20 best of each token", ([],)),
     "logits_processors": _use("logit_bias, allowed_token_ids or structured_outputs", ([],)),
     "mm_processor_kwargs": Refusal(({},), "this model reads text only", (dict,)),
     "media_io_kwargs": Refusal(({},), "this model reads text only", (dict,)),

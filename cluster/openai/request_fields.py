@@ -273,6 +273,9 @@ class GenerationFields(Fields):
         "smaller runs earlier; where the server does not schedule by priority, only 0", -_MAX, _MAX, default=0
     )
     cache_salt: str | None = note("only requests with the same salt share cached prefixes; at most 256 bytes")
+    logprob_token_ids: SomeTokenIds | None = note(
+        "with logprobs: these tokens, at most 128, are told in the place of the best ones"
+    )
     return_token_ids: bool = note("token_ids of choices and prompt_token_ids", default=False)
     return_tokens_as_token_ids: bool = note("tokens of logprobs are written as token_id:ID", default=False)
 
@@ -281,7 +284,9 @@ class CompletionFields(GenerationFields):
     """`POST /v1/completions`."""
 
     prompt: Prompts = Field(description="a text, token ids, or up to 128 of either")
-    logprobs: int | None = note("0 to 20 best of each token", 0, 20)
+    logprobs: int | None = note(
+        "0 to 20 best of each token, more with --max-logprobs; -1: all of the vocabulary, where that is allowed", -1
+    )
     echo: bool = note("the prompt comes before the output, with logprobs its own; max_tokens may be 0", default=False)
 
 
@@ -290,7 +295,7 @@ class ChatFields(GenerationFields):
 
     messages: Messages = Field(description="roles system, developer, user, assistant, tool; text content only")
     logprobs: bool = note("log-probabilities of the output tokens", default=False)
-    top_logprobs: int | None = note("0 to 20; only with logprobs", 0, 20)
+    top_logprobs: int | None = note("as logprobs of completions; only with logprobs", -1)
     max_completion_tokens: int | None = note("at most that many tokens of output", 1, _MAX)
     response_format: ResponseFormat | None = note(
         "text, json_object, json_schema (enforced, strict or not) of an answer that is no call; json needs the extra "

@@ -41,7 +41,7 @@ class ResponseWriter:
         """kept: of a response that the server keeps: it is streamed in any case."""
         self._streaming = asked.call.stream or kept is not None
         self._queued = kept is not None and kept.background
-        self._top = asked.call.params.logprobs or 0
+        self._top = asked.call.params.num_told
         self._tokenizer = tokenizer
         self._body = ResponseBody(asked, model_id, kept)
         self._frames: list[bytes] = []

@@ -10,6 +10,7 @@ from typing import Any
 from cluster.openai.parsers.reasoning import ReasoningParser
 from cluster.openai.parsers.tool_parser import ToolParser
 from engine.request import Pooling
+from engine.sampling_params import MAX_LOGPROBS
 from engine.text.tokenizer import Tokenizer
 
 
@@ -27,6 +28,7 @@ class ServedModel:
     pooling: how the states of a text become its embedding, where a request does not say.
     by_priority: whether requests run by their priority; where not, one that is set is refused.
     strict_fields: whether fields that only hint, and have no use here, are refused.
+    max_logprobs: most alternatives of a token that are told; -1 = all of the vocabulary.
     sampling_defaults: fields of `SamplingParams` that hold where a request does not say.
     matryoshka: lengths to which its embeddings may be cut, () = any; None = it was not trained for that.
     """
@@ -43,6 +45,7 @@ class ServedModel:
     matryoshka: tuple[int, ...] | None = None
     by_priority: bool = True
     strict_fields: bool = False
+    max_logprobs: int = MAX_LOGPROBS
     aliases: tuple[str, ...] = ()
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 

@@ -32,7 +32,14 @@ from cluster.openai.request_fields import (
 )
 from cluster.openai.served_model import ServedModel
 from engine.errors import InvalidRequestError
-from engine.sampling_params import MAX_STOPS, SamplingParams, StructuredOutput
+from engine.sampling_params import (
+    ALL_LOGPROBS,
+    MAX_LOGPROBS,
+    MAX_STOPS,
+    MOST_LOGPROBS,
+    SamplingParams,
+    StructuredOutput,
+)
 
 MAX_PRIORITY = 2**31 - 1
 _NO_REFUSALS: Mapping[str, Refusal] = {}
@@ -59,15 +66,20 @@ def parse_completion(fields: Mapping[str, Any], model: ServedModel) -> Call:
     hints = Hints(model.strict_fields)
     checked = checked_fields(CompletionFields, fields, REFUSED_COMPLETION, hints)
     refuse_other_models(checked.model, model)
-    _refuse_all(checked.logprobs, "logprobs")
-    more: dict[str, Any] = {"logprobs": checked.logprobs}
+    check_logprobs(checked.logprobs, "logprobs", model)
+    named = checked.logprob_token_ids or ()
+    more: dict[str, Any] = {"logprobs": 0 if named and checked.logprobs is None else checked.logprobs}
     echo_only = checked.echo and checked.max_tokens == 0
     if echo_only:
         more["max_tokens"] = 1  # the engine draws at least one, which is not shown
     if checked.echo and checked.logprobs is not None:
+        if named or not 0 <= checked.logprobs <= MAX_LOGPROBS:
+            message = f"logprobs of an echoed prompt are those of its {MAX_LOGPROBS} best tokens: send {MAX_LOGPROBS}"
+            raise InvalidRequestError(message, "logprob_token_ids" if named else "logprobs")
         more["prompt_logprobs"] = max(checked.logprobs, checked.prompt_logprobs or 0)
     structured, param = _structured(checked)
     params = _sampling_params(checked, hints, model, structured=structured, **more)
+    _check_many_logprobs(params, "logprobs", model)
     return Call(
         prompts=tuple(checked.prompt),
         echo=checked.echo,
@@ -91,10 +103,11 @@ def parse_chat(fields: Mapping[str, Any], model: ServedModel) -> Call:
         checked,
         hints,
         model,
-        logprobs=_chat_logprobs(checked),
+        logprobs=_chat_logprobs(checked, model),
         max_tokens=_chat_max_tokens(checked),
         structured=structured,
     )
+    _check_many_logprobs(params, "top_logprobs", model)
     thinking = model.reasoning_parser if structured is None and checked.separate_reasoning is not False else None
     params = _showing_markers(params, use, thinking, model)
     conversation = conversation_of(checked, model, hints)
@@ -112,7 +125,9 @@ def parse_chat(fields: Mapping[str, Any], model: ServedModel) -> Call:
 
 def _sampling_params(checked: GenerationFields, hints: Hints, model: ServedModel, **more: Any) -> SamplingParams:
     """Return what the request says, and where it says nothing what the model's generation config does."""
-    _refuse_all(checked.prompt_logprobs, "prompt_logprobs")
+    if checked.prompt_logprobs == ALL_LOGPROBS:
+        message = f"prompt_logprobs tells the best {MAX_LOGPROBS} of each token at most: send {MAX_LOGPROBS}"
+        raise InvalidRequestError(message, "prompt_logprobs", "unsupported_value")
     given = {name: value for name in _SAMPLING if (value := getattr(checked, name)) is not None}
     stop = given.get("stop", ())
     if len(stop) <= MAX_STOPS and "" in stop and not hints.strict:  # a string that is never reached stops nothing
@@ -190,21 +205,45 @@ def _structured(checked: GenerationFields, chat: ChatFields | None = None) -> tu
     return next(((one, name) for name, one in found.items()), (None, ""))
 
 
-def _refuse_all(top: int | None, param: str) -> None:
-    """vLLM takes -1 for all tokens of the vocabulary where it was started so."""
-    if top == -1:
-        message = f"{param} -1 asks for all tokens of the vocabulary; this server tells the best 20 at most: send 20"
-        raise InvalidRequestError(message, param, "unsupported_value")
-
-
-def _chat_logprobs(checked: ChatFields) -> int | None:
-    _refuse_all(checked.top_logprobs, "top_logprobs")
-    if checked.top_logprobs and not checked.logprobs:
-        raise InvalidRequestError("top_logprobs is allowed only with logprobs=true", "top_logprobs")
-    if checked.top_logprobs is not None and not 0 <= checked.top_logprobs <= 20:
-        raise InvalidRequestError(
-            f"top_logprobs must be between 0 and 20, not {checked.top_logprobs}", "top_logprobs"
+def check_logprobs(top: int | None, param: str, model: ServedModel) -> None:
+    """Raise `InvalidRequestError` where more alternatives of each token are wanted than the server tells."""
+    most = model.vocab_size if model.max_logprobs == ALL_LOGPROBS else model.max_logprobs
+    if top is None or 0 <= top <= most or (top == ALL_LOGPROBS and most >= model.vocab_size):
+        return
+    if top == ALL_LOGPROBS:
+        message = (
+            f"{param} -1 asks for all {model.vocab_size} tokens of the vocabulary; this server tells the best {most} "
+            f"at most (--max-logprobs): send {most}, or name tokens in logprob_token_ids"
         )
+        raise InvalidRequestError(message, param, "unsupported_value")
+    raise InvalidRequestError(f"{param} must be between 0 and {most}, not {top} (--max-logprobs)", param)
+
+
+def _check_many_logprobs(params: SamplingParams, param: str, model: ServedModel) -> None:
+    """Raise `InvalidRequestError` where an answer would hold more log-probabilities than a router may."""
+    if not params.whole_rows:
+        return
+    each = params.n * params.num_alternatives(model.vocab_size)
+    tokens = min(params.max_tokens or model.longest_sequence, model.longest_sequence)
+    if each * tokens > MOST_LOGPROBS:
+        fits = MOST_LOGPROBS // each
+        instead = f"send max_tokens {fits}" if fits else "ask for fewer choices"
+        raise InvalidRequestError(
+            f"{param} of {each} tokens at each of {tokens} positions are more than the {MOST_LOGPROBS} of an answer "
+            f"at most; {instead}, or name tokens in logprob_token_ids",
+            param,
+        )
+
+
+def _chat_logprobs(checked: ChatFields, model: ServedModel) -> int | None:
+    check_logprobs(checked.top_logprobs, "top_logprobs", model)
+    for name in ("top_logprobs", "logprob_token_ids"):
+        if getattr(checked, name) and not checked.logprobs:
+            raise InvalidRequestError(f"{name} is allowed only with logprobs=true", name)
+    named = len(checked.logprob_token_ids or ())
+    if named and checked.top_logprobs not in (None, 0, named):
+        message = f"top_logprobs must be {named}, as many as logprob_token_ids has, or left out"
+        raise InvalidRequestError(message, "top_logprobs")
     return (checked.top_logprobs or 0) if checked.logprobs else None
 
 

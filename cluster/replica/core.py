@@ -16,6 +16,8 @@ from cluster.replica.engine_thread import EngineMaker, EngineThread
 from cluster.replica.grammar_start import Grammars, GrammarStart
 from cluster.replica.runs import RouterSession, Run, Runs
 from cluster.replica.sessions import ReplicaFacts, ReplicaTimes, RouterSessions
+from cluster.replica.sleeper import Sleeper
+from cluster.sleep_orders import ASLEEP, SleepOrder
 from cluster.telemetry.logs import BestEffort
 from cluster.telemetry.step_metrics import ReplicaTelemetry, StepMetrics
 from cluster.wire.answer_messages import Disclaim, Fetch, Forget, Keep
@@ -72,6 +74,7 @@ class ReplicaCore:
             facts, self.incarnation, times or ReplicaTimes(), self._load, lambda: self.costs, self._runs, self._abort
         )
         self._answers = AnswerKeeper(lambda: self._sessions.all)
+        self._sleeper = Sleeper(self._engine, self.drained, self._sessions.tell_sleep)
         self._grammars = GrammarStart(grammars, self._on_compiled, self.on_rejected, self._engine.flight)
         self._best_effort = BestEffort()
         self._engine.start()
@@ -135,6 +138,15 @@ class ReplicaCore:
         """Wait until nothing runs here."""
         await self._runs.until_none()
 
+    def obey(self, order: SleepOrder) -> None:
+        """Fall asleep or wake up, as ordered; where there is no order, nothing is said of sleep."""
+        self._sleeper.obey(order)
+
+    @property
+    def sleep_level(self) -> int:
+        """The level at which it sleeps, 0 while it is awake."""
+        return self._sleeper.state.level
+
     async def until_left(self, router_id: str, patience: float) -> None:
         """Return when the link that the router opens within `patience` seconds is over, or it opened none."""
         await asyncio.sleep(patience)
@@ -146,6 +158,7 @@ class ReplicaCore:
         """End all links and the engine."""
         self._sessions.close(CLOSED, "the replica stops")
         self._answers.close()
+        self._sleeper.close()
         await self._grammars.close()
         if not await self._loop.run_in_executor(None, self._engine.stop):
             logger.error("replica %s: the engine thread did not end", self.facts.replica_id)
@@ -251,6 +264,9 @@ class ReplicaCore:
         if submit.stream <= session.highest_stream:
             return  # said before: it runs, or has ended
         session.highest_stream = submit.stream
+        if self._sleeper.is_asleep:
+            self._refuse(session, Rejected(submit.stream, ASLEEP, "the replica sleeps"))
+            return
         engine_id = f"{submit.request_id}@{session.number}.{submit.stream}"
         try:
             request = submitted_request(submit, engine_id, self._clock())

@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from typing_extensions import override
 
@@ -18,18 +18,42 @@ from cluster.accounts.engine_accounts import EngineAccounts
 from cluster.accounts.flight_recorder import FlightRecorder
 from cluster.telemetry.logs import about_request
 from engine.core import EngineCore
-from engine.errors import EngineDeadError, InvalidRequestError, redacted
+from engine.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    StepMemoryError,
+    redacted,
+)
 from engine.grammar.base import CompiledGrammar
 from engine.report import EngineStats, StepReport
 from engine.request import Request, Sequence
+from engine.worker.sleep import TAGS
 
 logger = logging.getLogger(__name__)
 
 IDLE_TICK = 0.5  # seconds: how often a parked thread shows that it is alive
 COSTS_AGE = 0.5  # seconds: how often the accounts are looked at
 BEGIN_WAIT = 0.05  # seconds that a step waits at most until it knows what it tries again
+REST_SECONDS = 600.0  # that falling asleep or waking up may take: as long as reading a large model
 MAX_UNDELIVERED = 256  # step reports that may wait for an event loop that is held up
 Command = Callable[[], object]
+
+
+class Rested(NamedTuple):
+    """How the engine sleeps after an order: level, parts that sleep, those whose memory is free.
+
+    failed: why the order could not be carried out, "" where it was.
+    """
+
+    level: int
+    asleep: tuple[str, ...]
+    released: tuple[str, ...]
+    failed: str
+
+
+OnRested = Callable[[Rested], object]
 
 
 class EngineListener(Protocol):
@@ -113,6 +137,13 @@ class Engine(ABC):
         """Have the engine end one choice of a request; unknown ones are passed over."""
         self._command(lambda: self._core.finish_choice(request_id, choice))
 
+    def rest(self, level: int, asleep: tuple[str, ...], done: OnRested) -> None:
+        """Have these parts of the engine (`engine.worker.sleep.TAGS`) sleep, at `level`, and all others be awake.
+
+        done: called on the event loop with how it went; not where the engine died of it.
+        """
+        self._command(lambda: self._rest(level, asleep, done))
+
     @abstractmethod
     def _wake_up(self) -> None:
         """See to it that commands are carried out."""
@@ -133,6 +164,18 @@ class Engine(ABC):
     def _take_orders(self) -> None:
         while self._commands:
             self._commands.popleft()()
+
+    def _rest(self, level: int, asleep: tuple[str, ...], done: OnRested) -> None:
+        core, failed = self._core, ""
+        try:
+            if asleep and not core.is_sleeping:
+                core.sleep(level)
+            if core.is_sleeping:
+                core.wake_up([tag for tag in TAGS if tag not in asleep])
+        except (CheckpointError, ConfigError, StepMemoryError) as error:
+            failed = str(error)
+        rested = Rested(core.sleep_level, core.asleep, core.released, failed)
+        self._publish(lambda: done(rested))
 
     def _add(self, request: Request, grammar: CompiledGrammar | None) -> None:
         try:
@@ -170,6 +213,7 @@ class EngineThread(Engine):
         self._costs = self._accounts.costs()
         self._costs_due = 0.0
         self._last_progress = time.monotonic()
+        self._rests_since: float | None = None  # falls asleep or wakes up, which takes longer than any step
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
@@ -182,7 +226,10 @@ class EngineThread(Engine):
     @override
     def progress_age(self) -> float:
         """Seconds since the engine finished a step, or was seen idle and ready."""
-        return max(0.0, time.monotonic() - self._last_progress)
+        now, rests_since = time.monotonic(), self._rests_since
+        if rests_since is not None:
+            return max(0.0, now - rests_since - REST_SECONDS)
+        return max(0.0, now - self._last_progress)
 
     @override
     def is_healthy(self, deadline: float) -> bool:
@@ -203,6 +250,14 @@ class EngineThread(Engine):
         if self._thread.ident is not None:
             self._thread.join(timeout)
         return not self._thread.is_alive()
+
+    @override
+    def _rest(self, level: int, asleep: tuple[str, ...], done: OnRested) -> None:
+        self._rests_since = time.monotonic()
+        try:
+            super()._rest(level, asleep, done)
+        finally:
+            self._last_progress, self._rests_since = time.monotonic(), None
 
     @override
     def _wake_up(self) -> None:
@@ -226,6 +281,8 @@ class EngineThread(Engine):
         self._take_orders()
         self._await_delivery()
         if self._core.has_unfinished:
+            if self._core.is_sleeping:
+                self._park()  # such a step computes nothing: it tells who has left, or was too late
             report = self._core.step()
             self._stats = report.stats
             self._publish(lambda: self._listener.on_report(report))

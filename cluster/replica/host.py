@@ -23,7 +23,7 @@ from cluster.replica.core import ReplicaCore
 from cluster.replica.sessions import ReplicaFacts
 from cluster.replica.worker_group import StartedGroup, memory_metric
 from cluster.telemetry.families import Source
-from cluster.telemetry.metrics import account_metrics, cache_metric, engine_metrics
+from cluster.telemetry.metrics import account_metrics, cache_metric, engine_metrics, sleep_metric
 from cluster.telemetry.publishing import Publishing, RayPublisher, on_loop, publish_period
 from cluster.telemetry.samples import family_of
 from cluster.telemetry.tracing.start import replica_spans
@@ -220,6 +220,7 @@ def replica_metrics(core: ReplicaCore) -> Iterable[Metric]:
     yield from engine_metrics(model, {replica: core.stats})
     yield from account_metrics(model, {replica: core.costs})
     yield cache_metric(model, {replica: (core.facts.block_size, core.facts.num_kv_blocks)})
+    yield sleep_metric(model, {replica: core.sleep_level})
     yield family_of("replica_queue_age_seconds", {(model,): core.queue_age})
     yield from core.metrics.collect(core.num_unwanted)
     yield memory_metric(model)

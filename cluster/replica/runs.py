@@ -13,7 +13,7 @@ from cluster.admission.capacity import QueueState
 from cluster.telemetry.logs import about_request
 from cluster.wire.codec import Down
 from cluster.wire.link import LinkClosedError, RouterLink
-from cluster.wire.parts import Load, ReplicaCosts
+from cluster.wire.parts import Load, ReplicaCosts, SleepState
 from cluster.wire.replica_messages import BlockUpdate, FinishRow, Heartbeat, LogprobRow, PooledRow, PromptRow, Report
 from cluster.wire.translation import clipped, pooled_row, prompt_row, usage_of
 from engine.errors import redacted
@@ -124,12 +124,19 @@ class RouterSession:
         self.prompts, self.pooled = [], []
         self.send(report)
 
-    def beat(self, load: Load, now: float, others: int, costs: ReplicaCosts | None = None) -> None:
-        """Say that all is well, and what runs here for this router. Arguments as of `flush`."""
+    def beat(
+        self,
+        load: Load,
+        now: float,
+        others: int,
+        costs: ReplicaCosts | None = None,
+        sleep: SleepState | None = None,
+    ) -> None:
+        """Say that all is well, and what runs here for this router. Arguments as of `flush` and `Heartbeat`."""
         self.last_beat = now
         running = [lane.key for run in self.runs.values() for lane in run.lanes.values()]
         updates, submitted = self.num_block_updates, self.highest_stream + 1
-        self.send(Heartbeat(self._incarnation, load, updates, others, costs, submitted, running))
+        self.send(Heartbeat(self._incarnation, load, updates, others, costs, submitted, running, sleep))
 
     def send(self, message: Down) -> None:
         """Send `message`. On a link that is over nothing is sent: the task that reads the link handles its end."""

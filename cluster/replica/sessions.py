@@ -12,7 +12,7 @@ from cluster.admission.capacity import QueueState, together
 from cluster.replica.runs import Changes, RouterSession, Run
 from cluster.telemetry.logs import BestEffort
 from cluster.wire.link import DAMAGED, SILENT, SUPERSEDED, RouterLink
-from cluster.wire.parts import Load, ReplicaCosts
+from cluster.wire.parts import Load, ReplicaCosts, SleepState
 from cluster.wire.replica_messages import Draining, Welcome
 from cluster.wire.translation import block_key
 from engine.errors import redacted
@@ -128,6 +128,7 @@ class RouterSessions:
         self._cached = CachedBlocks()
         self._num_begun = 0
         self._draining = False
+        self._sleep: SleepState | None = None
         self._best_effort = BestEffort()
         self._ticker = self._loop.create_task(self._tick())
 
@@ -159,6 +160,8 @@ class RouterSessions:
         session.send(self._facts.welcome(self._incarnation, self._draining))
         if len(self._cached):
             self.report_blocks(session)
+        if self._sleep is not None:
+            session.beat(self._load(), self._loop.time(), self._others(session), None, self._sleep)
         return session
 
     def end(self, session: RouterSession, code: str, message: str) -> None:
@@ -184,6 +187,12 @@ class RouterSessions:
         self._draining = True
         for session in self._sessions.values():
             session.send(Draining(hand_over))
+
+    def tell_sleep(self, state: SleepState) -> None:
+        """Tell all routers, later ones too, how the replica sleeps."""
+        self._sleep = state
+        for session in list(self._sessions.values()):
+            session.beat(self._load(), self._loop.time(), self._others(session), None, state)
 
     def report(self, report: StepReport, load: Load) -> None:
         """Send each router its rows of one step, and what the prefix cache gained and lost."""
@@ -235,4 +244,5 @@ class RouterSessions:
         if now - session.last_heard > self._times.router_timeout:
             self.end(session, SILENT, "the router has been silent for too long")
         elif now - session.last_beat >= self._times.heartbeat:
-            session.beat(self._load(), now, self._others(session), self._costs_for(session, now))
+            costs = self._costs_for(session, now)
+            session.beat(self._load(), now, self._others(session), costs, self._sleep)

@@ -19,7 +19,7 @@ FAULTS = (
     "internal_error",
     "request_quarantined",
 )
-OUTCOMES = ("completed", "aborted", "deadline_exceeded", *FAULTS)  # that alerts go by
+OUTCOMES = ("completed", "aborted", "deadline_exceeded", "asleep", *FAULTS)  # that alerts go by
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.8, 2.0)
 
 

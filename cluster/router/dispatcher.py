@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from random import Random
 
 from cluster.accounts.flight_recorder import FlightRecorder, Wait
@@ -12,6 +13,7 @@ from cluster.admission.deadline import DeadlineTimers, deadline_exceeded
 from cluster.errors import ApiError
 from cluster.router.counters import DispatcherCounters
 from cluster.router.dispatcher_config import DispatcherConfig
+from cluster.router.logprob_room import LogprobRoom
 from cluster.router.placement import Placement
 from cluster.router.prefix_index import CacheReports
 from cluster.router.quarantine import Blame
@@ -28,6 +30,7 @@ from cluster.wire.replica_messages import Begun, Draining, Explained, Heartbeat,
 from cluster.wire.router_messages import FinishChoice, Ping
 from cluster.wire.translation import waited
 from engine.request import Request
+from engine.sampling_params import MOST_LOGPROBS
 
 CopyMessage = Fetched | Orphaned | Superseded | Followed
 
@@ -67,6 +70,7 @@ class Dispatcher:
         self._on_leaving: Callable[[str, bool], None] = lambda replica_id, _: self.remove_replica(replica_id)
         self._on_waiting: Callable[[], None] = lambda: None
         self._queue_before: Callable[[], QueueState] = QueueState
+        self._logprobs = LogprobRoom()
         self._quiet = asyncio.Event()
         self._quiet.set()
 
@@ -147,6 +151,16 @@ class Dispatcher:
         self._note_turn(request, waited)
         self._flight.note(request.request_id, Wait.DONE, outcome)
 
+    def turn_away(self, error: Callable[[], ApiError]) -> None:
+        """End the requests that wait for a replica and have brought no token yet."""
+        self._placement.turn_away(error)
+
+    def end_all(self, error: Callable[[], ApiError]) -> None:
+        """End all requests, each with an error of its own; new ones are taken."""
+        for live in list(self._live.values()):
+            if live.log.error is None and not live.log.finished:
+                self._placement.fail(live, error())
+
     @property
     def linked(self) -> list[ReplicaHandle]:
         """The replicas whose links hold."""
@@ -215,8 +229,20 @@ class Dispatcher:
 
     # --- the requests
 
-    async def generate(self, request: Request, context: CallContext = NO_CONTEXT) -> AsyncIterator[TokenChunk]:
+    def generate(self, request: Request, context: CallContext = NO_CONTEXT) -> AsyncGenerator[TokenChunk, None]:
         """Run `request` and yield its new tokens; see `TokenSource.generate`."""
+        chunks = self._run(request, context)
+        return self._in_room(request, chunks) if request.params.whole_rows else chunks
+
+    async def _in_room(
+        self, request: Request, chunks: AsyncGenerator[TokenChunk, None]
+    ) -> AsyncGenerator[TokenChunk, None]:
+        vocab_size = max([one.link.welcome.vocab_size for one in self._replicas.linked], default=MOST_LOGPROBS)
+        async with self._logprobs.of(request, vocab_size), aclosing(chunks):
+            async for chunk in chunks:
+                yield chunk
+
+    async def _run(self, request: Request, context: CallContext) -> AsyncGenerator[TokenChunk, None]:
         live = self._accept(request, context)
         log = live.log
         try:

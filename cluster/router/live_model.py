@@ -20,6 +20,8 @@ from cluster.router.incidents import IncidentLog, RecordedSource
 from cluster.router.metrics import CostCollector, RequestCollector, RoutingCollector
 from cluster.router.models import ModelFront
 from cluster.router.readiness import ModelViews, ready_body
+from cluster.router.sleeping import SleepingModel
+from cluster.sleep_orders import OrderBook
 from cluster.telemetry.logs import FIELDS
 from cluster.telemetry.metrics import Metrics, ReplicaSetStats, ReplicaStats
 from cluster.token_source import NO_CONTEXT, CallContext, TokenChunk, TokenSource
@@ -65,6 +67,7 @@ class LiveModel:
             open_link=None if incidents is None else incidents.connecting(connect),
         )
         self._deployment = replicas.deployment_name
+        self._sleeping: SleepingModel | None = None
         metrics.register(
             RequestCollector(
                 model.model_id,
@@ -85,9 +88,18 @@ class LiveModel:
             ask_router=self._dispatcher.explain,
         )
 
+    def with_sleep(self, book: OrderBook) -> SleepingModel:
+        """Return what puts this model to sleep, and says so wherever its state is told. book: of its orders."""
+        self._sleeping = SleepingModel(self.front.model_id, self._dispatcher, self.front.admission, book)
+        return self._sleeping
+
     def ready(self) -> dict[str, Any]:
         """Return what `/ready` says of this model."""
-        return ready_body(self._dispatcher, self._directory.announcements, self._cold_start)
+        body = ready_body(self._dispatcher, self._directory.announcements, self._cold_start)
+        order = None if self._sleeping is None else self._sleeping.order
+        if order is None or not order.asleep:
+            return body
+        return {**body, "ready": False, "cold": False, "asleep": order.level}
 
     def views(self) -> ModelViews:
         """Return what this router sees of the model's replicas."""

@@ -22,7 +22,7 @@ from cluster.router.models import Models
 from cluster.router.prefix_index import CacheReports
 from cluster.router.readiness import fresh
 from cluster.router.replica_set import ReplicaView
-from cluster.telemetry.metrics import Metrics, account_metrics, cache_metric, told_histograms
+from cluster.telemetry.metrics import Metrics, account_metrics, cache_metric, sleep_metric, told_histograms
 from cluster.telemetry.samples import Labels, by_label, family_of, histogram_of
 from cluster.wire.link import ENDS
 
@@ -95,6 +95,7 @@ class CostCollector(Collector):
         yield from told_histograms(self._model_name, known)
         caches = {view.replica_id: (view.block_size, view.num_kv_blocks) for view in self._replicas()}
         yield cache_metric(self._model_name, caches)
+        yield sleep_metric(self._model_name, {view.replica_id: view.asleep for view in self._replicas()})
         label = (self._model_name,)
         yield histogram_of("request_device_seconds", label, self._counters.device_seconds)
         yield histogram_of("request_kv_block_seconds", label, self._counters.block_seconds)

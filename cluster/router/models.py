@@ -119,5 +119,6 @@ def served_model(config: ClusterConfig) -> ServedModel:
         matryoshka=matryoshka_of(read_config(folder.path, config.hf_overrides)),
         by_priority=engine.scheduling_policy == "priority",
         strict_fields=config.strict_fields,
+        max_logprobs=config.max_logprobs,
         sampling_defaults=sampling_defaults(folder.path, config),
     )

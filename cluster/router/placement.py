@@ -238,6 +238,12 @@ class Placement:
             self._last_given_up = self._loop.time()
             self.fail(live, ApiError("no_replica", "no replica is ready to take the request"))
 
+    def turn_away(self, error: Callable[[], ApiError]) -> None:
+        """End those that wait for a replica and have brought no token."""
+        for live in self._waiting.waiting() + self._resting.waiting():
+            if not live.log.longest:
+                self.fail(live, error())
+
     def move(self, live: LiveRequest, reason: str, rest: float = 0.0) -> None:
         """Go on with a request whose replica was lost. reason: in words. rest: seconds that it waits before."""
         if live.log.error is not None or live.log.finished:

@@ -42,17 +42,19 @@ def ready_body(
 def app_ready_body(bodies: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     """Return the body for all models, given each one's id and `ready_body`.
 
-    The app is ready when any model is: a dead one must not have its router taken out from before the others.
+    The app is ready when any model is: a dead one must not have its router taken out from before the others. Models
+    that are to sleep, which an operator has to wake, are listed as `asleep` where there are any.
     """
     return {
         "ready": any(body["ready"] for _, body in bodies),
         "models": {name: body["ready"] for name, body in bodies},
         "cold": [name for name, body in bodies if body.get("cold")],
+        **({"asleep": asleep} if (asleep := [name for name, body in bodies if body.get("asleep")]) else {}),
         "replicas": [{**replica, "model": name} for name, body in bodies for replica in body["replicas"]],
     }
 
 
-READY, STALLED, DRAINING = "ready", "stalled", "draining"
+READY, ASLEEP, STALLED, DRAINING = "ready", "asleep", "stalled", "draining"
 STARTING, CRASH_LOOPING, PENDING = "starting", "crash-looping", "pending"
 
 
@@ -76,6 +78,7 @@ class ReplicaState:
     waiting: int = 0
     kv_usage: float = 0.0
     share: float = 0.0
+    sleep_level: int = 0
 
     def public(self) -> dict[str, Any]:
         """Return the fields that say something, for JSON."""
@@ -85,12 +88,13 @@ class ReplicaState:
             "seconds": None if self.seconds is None else round(self.seconds, 1),
             "phase": self.phase,
             "share": round(self.share, 3) or None,
+            "sleep_level": self.sleep_level or None,
             "reason": self.reason,
             "failed_starts": self.tries or None,
             "next_try": None if self.next_try is None else round(self.next_try, 1),
         }
         shown = {name: value for name, value in fields.items() if value not in (None, "")}
-        if self.state in (READY, STALLED, DRAINING):
+        if self.state in (READY, ASLEEP, STALLED, DRAINING):
             figures = {"running": self.requests, "waiting": self.waiting, "kv_usage": round(self.kv_usage, 4)}
             shown |= figures
         return shown
@@ -124,11 +128,17 @@ def replica_states(
 
 
 def _linked(view: ReplicaView) -> ReplicaState:
-    state = DRAINING if view.draining else READY if view.ready else STALLED
+    state = DRAINING if view.draining else ASLEEP if view.asleep else READY if view.ready else STALLED
     load = view.load
     seconds = view.age if state == STALLED else None
     return ReplicaState(
-        view.replica_id, state, seconds, requests=load.num_running, waiting=load.num_waiting, kv_usage=load.kv_usage
+        view.replica_id,
+        state,
+        seconds,
+        requests=load.num_running,
+        waiting=load.num_waiting,
+        kv_usage=load.kv_usage,
+        sleep_level=view.asleep,
     )
 
 

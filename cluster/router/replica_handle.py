@@ -11,7 +11,7 @@ from cluster.router.token_log import ChoiceLog, TokenLog
 from cluster.telemetry.tracing import semantics as names
 from cluster.token_source import NO_CONTEXT, CallContext
 from cluster.wire.link import ReplicaLink
-from cluster.wire.parts import Load, ReplicaCosts, ResourceUsage, TraceContext
+from cluster.wire.parts import Load, ReplicaCosts, ResourceUsage, SleepState, TraceContext
 from cluster.wire.replica_messages import Heartbeat, Report
 from engine.report import TokenLogprob
 from engine.sampling_params import MAX_N
@@ -128,6 +128,7 @@ class ReplicaHandle:
     fingerprint: what a stream's replicas must have in common (`DispatcherConfig.identity`); None = all that the
         replica tells. computed_by: all of it.
     probes: suspects that run here, most often one (see `DispatcherConfig.quarantine_deaths`).
+    sleep: how it sleeps, as it last said. asleep: whether it does, or refused a request because it does.
     submitted: tokens submitted here by this router in attempts that have brought nothing yet. uncomputed: those of
     them that are in no cache here, as far as is known. migrating: of these, those of requests that were submitted
     before. kv_usage: as in `Load`.
@@ -156,6 +157,8 @@ class ReplicaHandle:
         self.load = Load()
         self.kv_usage = 0.0
         self.costs: ReplicaCosts | None = None
+        self.sleep = SleepState()
+        self.asleep = False
         self.last_heard = now
         self.last_ping = now
         self.next_report = 0
@@ -164,7 +167,7 @@ class ReplicaHandle:
     @property
     def takes_requests(self) -> bool:
         """Whether something new may be sent here."""
-        return not (self.draining or self.gone or self.link.closed)
+        return not (self.draining or self.gone or self.asleep or self.link.closed)
 
     def can_continue(self, live: LiveRequest) -> bool:
         """Whether the model here is the one that the request's tokens came from, if it has any."""
@@ -202,6 +205,8 @@ class ReplicaHandle:
         self.kv_usage = said.load.kv_usage
         if said.costs is not None:
             self.costs = said.costs
+        if isinstance(said, Heartbeat) and said.sleep is not None:
+            self.sleep, self.asleep = said.sleep, bool(said.sleep.asleep)
 
     def begun(self, streams: list[int]) -> None:
         """Note which attempts are computed here now: if the replica dies of it, it was one of them."""

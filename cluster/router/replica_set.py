@@ -32,7 +32,8 @@ MESSAGES_PER_TURN = 16
 class ReplicaView:
     """One replica as a router sees it now. `age`: seconds since its engine is known to have moved.
 
-    costs: None before its first report of them. block_size: tokens of a KV block, of which it has `num_kv_blocks`.
+    costs: None before its first report of them. asleep: level at which it sleeps, 0 = awake.
+    block_size: tokens of a KV block, of which it has `num_kv_blocks`.
     """
 
     replica_id: str
@@ -45,6 +46,7 @@ class ReplicaView:
     costs: ReplicaCosts | None = None
     block_size: int = 0
     num_kv_blocks: int = 0
+    asleep: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +168,7 @@ class ReplicaSet:
                 replica.costs,
                 replica.block_size,
                 replica.num_kv_blocks,
+                replica.sleep.level if replica.asleep else 0,
             )
             for replica in self._linked.values()
         ]
@@ -176,7 +179,12 @@ class ReplicaSet:
 
     def note_heartbeat(self, replica: ReplicaHandle, heartbeat: Heartbeat) -> None:
         """Take in what a replica says now and then of itself."""
+        slept = replica.asleep
         replica.note(heartbeat)
+        if replica.asleep != slept:
+            self.selection.refresh()
+            if slept:
+                self._events.room()
         self.caches.note_count(replica.replica_id, heartbeat.block_updates, self._loop.time())
 
     async def close(self, code: str) -> None:

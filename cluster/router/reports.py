@@ -14,6 +14,7 @@ from cluster.router.quarantine import Blame
 from cluster.router.replica_handle import LiveRequest, ReplicaHandle
 from cluster.router.replica_set import ReplicaSet
 from cluster.router.token_log import ChoiceLog
+from cluster.sleep_orders import ASLEEP
 from cluster.telemetry.logs import about_request
 from cluster.wire.link import DAMAGED
 from cluster.wire.replica_messages import FinishRow, Heartbeat, PooledRow, PromptRow, Rejected, Report
@@ -101,6 +102,11 @@ class ReportReader:
         live = replica.live.get(refusal.stream)
         if live is not None:
             self._placement.detach(live, refusal.code)
+            if refusal.code == ASLEEP:
+                replica.asleep = True  # its next heartbeat says more
+                self._replicas.selection.refresh()
+                self._placement.move(live, f"replica {replica.replica_id} sleeps")
+                return
             self._fail(live, replica, ApiError(refusal.code, refusal.message, param=refusal.param))
 
     def _apply(
@@ -127,7 +133,7 @@ class ReportReader:
             live.first_token_at = self._clock()
             self._counters.ttft.observe(live.first_token_at - live.accepted_at)
         # Fewer may wait where log-probabilities come with each, which take up far more than a token.
-        each = min(1 + (choice.log.request.params.logprobs or 0), LOGPROBS_COUNT)
+        each = min(1 + choice.log.request.params.num_told, LOGPROBS_COUNT)
         most = max(1, self._max_pending_tokens // each)
         choice.check_at = choice.delivered + most
         if choice.pending > most:

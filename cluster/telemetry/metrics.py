@@ -43,6 +43,7 @@ _UNITS: Mapping[str, Callable[[ResourceUsage], float]] = {
     "device_seconds": lambda used: used.device_seconds,
     "kv_block_seconds": lambda used: used.block_seconds,
 }
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level; source: vLLM
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -100,6 +101,16 @@ def told_histograms(model_name: str, accounts: Mapping[str, ReplicaCosts]) -> It
 def cache_metric(model_name: str, caches: Mapping[str, tuple[int, int]]) -> Metric:
     """Return the sizes of replicas' KV caches: tokens of a block and blocks, by replica."""
     return family_of("cache_config_info", {(model_name, one, *map(str, size)): 1 for one, size in caches.items()})
+
+
+def sleep_metric(model_name: str, levels: Mapping[str, int]) -> Metric:
+    """Return the states of replicas that sleep at these levels, 0 = awake."""
+    states: dict[Labels, float] = {
+        (model_name, one, state): float(number == level)
+        for one, level in levels.items()
+        for number, state in enumerate(SLEEP_STATES)
+    }
+    return family_of("engine_sleep_state", states)
 
 
 @dataclass(frozen=True, slots=True)

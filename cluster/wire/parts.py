@@ -10,7 +10,7 @@ from msgspec import Meta, field
 from cluster.accounts.flight_recorder import Wait
 from engine.sampling_params import MAX_N
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 MAX_COUNT = 2**63 - 1
 MAX_NAME = 256
 MAX_TEXT = 4096
@@ -89,3 +89,17 @@ class ReplicaCosts(Packed, frozen=True):
     tenants: dict[Name, ResourceUsage]
     grammars: dict[Name, Seconds] = field(default_factory=dict)
     histograms: dict[Name, Counted] = field(default_factory=dict)
+
+
+class SleepState(Packed, frozen=True):
+    """How far a replica has carried out an order to sleep or to wake (`cluster.sleep_orders`).
+
+    ticket: of the latest order that it is done with, "" = of none. level / asleep: at which level which parts sleep.
+    released: those of them whose memory is free on all ranks. failed: why that order could not be carried out.
+    """
+
+    ticket: Name = ""
+    level: Count = 0
+    asleep: tuple[Name, ...] = ()
+    released: tuple[Name, ...] = ()
+    failed: Text = ""

@@ -7,7 +7,18 @@ from __future__ import annotations
 
 from msgspec import field
 
-from cluster.wire.parts import PROTOCOL_VERSION, Count, Load, Name, Packed, ReplicaCosts, ResourceUsage, Text, Waited
+from cluster.wire.parts import (
+    PROTOCOL_VERSION,
+    Count,
+    Load,
+    Name,
+    Packed,
+    ReplicaCosts,
+    ResourceUsage,
+    SleepState,
+    Text,
+    Waited,
+)
 
 
 class FinishRow(Packed, frozen=True):
@@ -136,7 +147,8 @@ class Heartbeat(Packed, tag=14, frozen=True):
 
     block_updates: those sent on this link so far. others: as in `Report`. running: stream keys of the choices that
     have not ended. submitted: all submits with stream keys below have come here, or never will; what of them is not
-    in `running` has ended, and all that was to be said of it went before this message.
+    in `running` has ended, and all that was to be said of it went before this message. sleep: None where it cannot be
+    put to sleep.
     """
 
     incarnation: Count
@@ -146,6 +158,7 @@ class Heartbeat(Packed, tag=14, frozen=True):
     costs: ReplicaCosts | None = None
     submitted: Count = 0
     running: list[int] = field(default_factory=list)
+    sleep: SleepState | None = None
 
 
 class Draining(Packed, tag=15, frozen=True):

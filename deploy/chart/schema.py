@@ -32,6 +32,7 @@ BOUNDS: Mapping[str, Mapping[str, Any]] = {
     "num_kv_blocks": {"minimum": 2},
     "kv_cache_memory_bytes": {"minimum": 1},
     "long_prefill_token_threshold": {"minimum": 0},
+    "max_logprobs": {"minimum": -1},
     "block_size": {"minimum": 1},
     "state_snapshot_blocks": {"minimum": 1},
     "num_state_snapshots": {"minimum": 0},

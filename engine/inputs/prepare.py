@@ -85,6 +85,7 @@ class SamplingBuilder:
             presence_penalty=table.presence_penalty[slots],
             frequency_penalty=table.frequency_penalty[slots],
             num_logprobs=int(table.num_logprobs[slots].max(initial=NO_LOGPROBS)),
+            whole_rows=table.whole_rows[slots].nonzero()[0],
         )
         held_back = (table.stops_from[slots] > inputs.positions).nonzero()[0]
         penalised = table.penalised[slots].nonzero()[0]

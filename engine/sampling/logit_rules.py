@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.device.gpu import upload
-from engine.report import Floats, Ints, SamplingInputs
+from engine.report import NO_ROWS, Floats, Ints, SamplingInputs
 
 NEVER = float("-inf")
 LARGEST = torch.finfo(torch.float32).max
@@ -52,6 +52,7 @@ def of_rows(inputs: SamplingInputs, rows: NDArray[np.int64]) -> SamplingInputs:
         rows=None,
         prompt=None,
         num_logprobs=-1,
+        whole_rows=NO_ROWS,
     )
 
 

@@ -53,6 +53,7 @@ class SamplingTable:
         self.frequency_penalty: Floats = np.zeros(num_slots, np.float32)
         self.penalised: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
         self.num_logprobs: Ints = np.full(num_slots, NO_LOGPROBS, np.int32)
+        self.whole_rows: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)  # wants log-probabilities of any token
         self.stops_from: Ints = np.zeros(num_slots, np.int32)  # position before which no stop id may be drawn
         self.stop_ids: list[tuple[int, ...]] = [()] * num_slots
         self.ruled: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)  # has a bias, allowed ids or bad words
@@ -72,7 +73,8 @@ class SamplingTable:
         self.presence_penalty[slot] = params.presence_penalty
         self.frequency_penalty[slot] = params.frequency_penalty
         self.penalised[slot] = self._changes_logits(slot)
-        self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        self.whole_rows[slot] = whole = params.whole_rows
+        self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else 0 if whole else params.logprobs
         self.stops_from[slot] = sequence.num_prompt_tokens + params.min_tokens if stop_ids else 0
         self.stop_ids[slot] = stop_ids
         self.rules[slot] = rules = Rules.of(params)

@@ -29,6 +29,8 @@ class DeviceLogprobs:
     top_ids: Tensor  # [num, k] int32
     top: Tensor  # [num, k] fp32
     ranks: Tensor | None = None  # [num] int32
+    whole_rows: NDArray[np.int64] | None = None  # [num_whole], on the host
+    whole: Tensor | None = None  # [num_whole, vocab] fp32
 
 
 @dataclass(slots=True)
@@ -94,7 +96,11 @@ def _sample_apart(
 def _scored(logits: Tensor, drawn: Tensor, inputs: SamplingInputs, draws: TokenDraws | None) -> DeviceLogprobs | None:
     if inputs.num_logprobs < 0:
         return None
-    return score(logits, drawn.clamp(min=0).long(), inputs.num_logprobs, draws=draws)
+    found = score(logits, drawn.clamp(min=0).long(), inputs.num_logprobs, draws=draws)
+    if inputs.whole_rows.size:
+        rows = logits.index_select(0, upload([inputs.whole_rows], logits.device)[0]).float()
+        found.whole_rows, found.whole = inputs.whole_rows, rows - _finite(log_sum_exp(rows))
+    return found
 
 
 def _drawn(logits: Tensor, inputs: SamplingInputs) -> Tensor:
@@ -119,13 +125,16 @@ def score(
     if found is not None:
         return DeviceLogprobs(*found)
     logits = logits.float()
-    total = log_sum_exp(logits)
-    total = total.where(total.isfinite(), torch.nan)
+    total = _finite(log_sum_exp(logits))
     # How many are looked for decides which of equals are found: always as many, whatever others in the batch want.
     values, ids = logits.topk(min(MAX_LOGPROBS if count else 0, logits.shape[1]), dim=-1)
     own = logits.gather(1, tokens[:, None])
     ranks = torch.count_nonzero(logits >= own, dim=-1).to(torch.int32) if ranked else None
     return DeviceLogprobs((own - total)[:, 0], ids[:, :count].to(torch.int32), values[:, :count] - total, ranks)
+
+
+def _finite(total: Tensor) -> Tensor:
+    return total.where(total.isfinite(), torch.nan)
 
 
 @dataclass(slots=True)

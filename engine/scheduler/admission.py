@@ -11,6 +11,7 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.errors import InvalidRequestError, PromptTooLongError, context_words
 from engine.request import Request
+from engine.sampling_params import ALL_LOGPROBS
 
 
 class Admission:
@@ -24,6 +25,7 @@ class Admission:
         self._max_model_len = config.context_len
         self._kv_tokens = kv_tokens
         self._vocab_size = vocab_size
+        self._max_logprobs = vocab_size if config.max_logprobs == ALL_LOGPROBS else config.max_logprobs
 
     def limit(self, request: Request) -> int:
         """Return the number of tokens, prompt included, at which each sequence of `request` ends."""
@@ -50,6 +52,11 @@ class Admission:
         self._check_tokens(params.stop_token_ids, "stop_token_ids")
         self._check_tokens(params.allowed_token_ids, "allowed_token_ids")
         self._check_tokens([token for token, _ in params.logit_bias], "logit_bias")
+        self._check_tokens(params.logprob_token_ids, "logprob_token_ids")
+        if params.num_alternatives(self._vocab_size) > self._max_logprobs and not params.logprob_token_ids:
+            raise InvalidRequestError(
+                f"logprobs must be at most {self._max_logprobs}, not {params.logprobs} (max_logprobs)", "logprobs"
+            )
         for word in params.bad_words_ids:
             self._check_tokens(word, "bad_words")
         if params.bad_words and not params.bad_words_ids:

@@ -24,6 +24,11 @@ class Sleep:
         self._executor = executor
         self._asleep: set[str] = set()
 
+    @property
+    def asleep(self) -> tuple[str, ...]:
+        """Which of `TAGS` sleep."""
+        return tuple(tag for tag in TAGS if tag in self._asleep)
+
     def begins(self, level: int) -> bool:
         """Return whether there is anything to be put to sleep.
 

@@ -86,7 +86,10 @@ def _each(outputs: DeviceOutputs, move: Callable[[Tensor], Tensor]) -> DeviceOut
         if found is None:
             return None
         ranks = None if found.ranks is None else move(found.ranks)
-        return DeviceLogprobs(move(found.chosen), move(found.top_ids), move(found.top), ranks)
+        whole = None if found.whole is None else move(found.whole)
+        return DeviceLogprobs(
+            move(found.chosen), move(found.top_ids), move(found.top), ranks, found.whole_rows, whole
+        )
 
     pooled = None if outputs.pooled is None else move(outputs.pooled)
     return DeviceOutputs(move(outputs.token_ids), moved(outputs.logprobs), moved(outputs.prompt_logprobs), pooled)
@@ -96,7 +99,10 @@ def _logprobs(found: DeviceLogprobs | None) -> Logprobs | None:
     if found is None:
         return None
     ranks = None if found.ranks is None else found.ranks.numpy()
-    return Logprobs(found.chosen.numpy(), found.top_ids.numpy(), found.top.numpy(), ranks)
+    logprobs = Logprobs(found.chosen.numpy(), found.top_ids.numpy(), found.top.numpy(), ranks)
+    if found.whole is not None and found.whole_rows is not None:
+        logprobs.whole = dict(zip(found.whole_rows.tolist(), found.whole.numpy(), strict=True))
+    return logprobs
 
 
 def outputs_of(

@@ -21,6 +21,7 @@ from cluster.http.batch_routes import (
 )
 from cluster.http.drain_route import DrainFields
 from cluster.http.endpoints import REFUSED_TOKENIZE
+from cluster.http.sleep_routes import AsleepQuery, SleepQuery, WakeQuery
 from cluster.openai.embeddings import REFUSED_EMBEDDING, EmbeddingFields
 from cluster.openai.fields import Fields
 from cluster.openai.refusals import REFUSED_CHAT, REFUSED_COMPLETION, Refusal
@@ -116,6 +117,9 @@ _HEAD = """\
 - `POST /invocations` is SageMaker's: a body with `messages` is a chat, with `prompt` a completion, with `input` an
   embedding; `GET /ping` needs no key. `GET /tokenizer_info` is what lm-eval's remote tokenizer asks for (`?model=`
   where there are several), `GET /load` the requests that run or wait in this router. `/docs` shows `/openapi.json`.
+- With `--enable-sleep-mode`, `POST /sleep` has the replicas of a model give their memory back, and `POST /wake_up`
+  take it again: [operations.md](../guides/operations.md#sleep). Fields are parameters of the URL, as in
+  `/sleep?level=2&mode=wait`.
 - A key is sent as `Authorization: Bearer KEY`, or as `x-api-key: KEY`.
 - `x-request-timeout-seconds` on a POST limits the time of its answer, which then ends with `deadline_exceeded`
   (504, or an error in the stream).
@@ -164,6 +168,9 @@ TABLES: Sequence[Table] = (
     Table("POST /tokenize", TokenizeFields, REFUSED_TOKENIZE),
     Table("POST /detokenize", DetokenizeFields),
     Table("POST /drain", DrainFields),
+    Table("POST /sleep", SleepQuery),
+    Table("POST /wake_up", WakeQuery),
+    Table("GET /is_sleeping", AsleepQuery),
 )
 
 

@@ -30,10 +30,30 @@ def app(tmp_path_factory):
     return app_for(saying(model, "hello 🚀"), model, store=store, sites=sites, drain=lambda *_: [])
 
 
+class Sleeper:
+    """A model that falls asleep and wakes up when it is told to."""
+
+    model_id = MODEL
+    is_sleeping = False
+
+    async def sleep(self, level, mode):
+        self.is_sleeping = True
+
+    async def wake_up(self, tags):
+        self.is_sleeping = False
+
+    def public(self):
+        return {"level": int(self.is_sleeping)}
+
+
+KEYED = ("/drain", "/sleep", "/wake_up", "/is_sleeping")
+
+
 @pytest.fixture(scope="module")
 def keyed_app(tmp_path_factory):
     model = served_model(tmp_path_factory.mktemp("model"))
-    return app_for(saying(model, "hello"), model, api_key="secret", drain=lambda *_: ["01"])
+    operated = {"drain": lambda *_: ["01"], "sleeping": [Sleeper()]}
+    return app_for(saying(model, "hello"), model, api_key="secret", **operated)
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +143,8 @@ def given_what_is_there(case, there):
 @pytest.mark.parametrize(("one", "mode"), CALLS, ids=lambda value: getattr(value, "name", None) or value.value)
 def test_no_request_made_from_the_document_gets_a_5xx(app, keyed_app, there, one, mode):
     schema = schemathesis.openapi.from_dict(openapi())
-    schema.app = always_up(keyed_app if one.path == "/drain" else app)
-    headers = {"authorization": "Bearer secret"} if one.path == "/drain" else {}
+    schema.app = always_up(keyed_app if one.path in KEYED else app)
+    headers = {"authorization": "Bearer secret"} if one.path in KEYED else {}
     checks = [not_a_server_error, response_schema_conformance, content_type_conformance]
     answers = set()
 

@@ -59,6 +59,10 @@ class BrittleCore:
     def has_unfinished(self) -> bool:
         return self.work
 
+    @property
+    def is_sleeping(self) -> bool:
+        return False
+
     def close(self) -> None:
         self.closed.set()
 

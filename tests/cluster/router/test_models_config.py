@@ -15,7 +15,7 @@ import deploy
 from cluster import app as app_module
 from cluster.app import build, build_version
 from cluster.app_config import APP_WIDE, PER_MODEL, AppConfig, parse_app
-from cluster.config import ClusterConfig, parse_config
+from cluster.config import NO_KEYS, ClusterConfig, parse_config
 from cluster.lifecycle.updates import ONE_MORE
 from cluster.resources import app_resources, deployment_names
 from deploy.cli.dry_run import describe_plans, make_plans
@@ -273,3 +273,11 @@ def test_an_app_that_keeps_batches_has_a_deployment_that_runs_them(tmp_path):
     settings, replicas, _, batches = app._bound_deployment.init_args
     assert batches._bound_deployment.name == "Batches"
     assert batches._bound_deployment.init_args == (settings, replicas)
+
+
+def test_sleep_mode_needs_keys_for_the_app_and_not_for_its_parts():
+    with pytest.raises(ConfigError, match="--api-key") as refused:
+        parse_app({"model": "demo", "enable_sleep_mode": True})
+    assert refused.value.flag == "enable_sleep_mode"
+    app = parse_app({"model": "demo", "enable_sleep_mode": True, "api_key": "sk-operator"})
+    assert parse_config({**app.settings(), **NO_KEYS}).enable_sleep_mode

@@ -198,6 +198,19 @@ def test_logprobs_are_those_of_the_raw_logits():
     np.testing.assert_allclose(outputs.logprobs.chosen, chosen.numpy(), rtol=1e-5)
 
 
+def test_whole_rows_are_the_log_probabilities_of_all_tokens_before_any_rule():
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(3))
+    rows = np.array([0, 2])
+    inputs = sampling(3, temperature=[0, 1, 1], num_logprobs=0, whole_rows=rows, forbidden={2: (1, 2)})
+    outputs = drawn(logits.clone(), inputs)
+    expected = logits.log_softmax(dim=-1).numpy()
+    assert sorted(outputs.logprobs.whole) == [0, 2]
+    for row, values in outputs.logprobs.whole.items():
+        np.testing.assert_allclose(values, expected[row], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(values[outputs.token_ids[row]], outputs.logprobs.chosen[row], rtol=1e-5)
+    assert outputs.logprobs.top.shape == (3, 0)
+
+
 def test_zero_logprobs_give_the_chosen_tokens_only():
     outputs = drawn(torch.zeros(2, 8), sampling(2, num_logprobs=0))
     assert outputs.logprobs.top_ids.shape == (2, 0)
