@@ -96,6 +96,23 @@ def test_a_group_at_the_end_leaves_the_others_as_they_are(render):
     assert before == {**after, "workerGroupSpecs": after["workerGroupSpecs"][:1]}
 
 
+def test_a_group_whose_model_is_taken_away_may_stay_empty_and_the_others_as_they_are(render):
+    """KubeRay builds another cluster where a group is gone."""
+    small = {**GPU, "name": "small", "memory": "8Gi", "ranksPerPod": 2}
+    both = {
+        **SCALED,
+        "models": [*SCALED["models"], {"model": "owner/other", "workerGroup": "small"}],
+        "workerGroups": [GPU, small],
+    }
+    alone = {**both, "models": SCALED["models"], "workerGroups": [GPU, {**small, "replicas": 0}]}
+    before, after = render(both), render(alone)
+    assert cluster_of(before) == cluster_of(after)
+    (service,) = of_kind(after, "RayService")
+    (_, empty) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert (empty["minReplicas"], empty["replicas"], empty["maxReplicas"]) == (0, 0, 0)
+    assert deployments_of(after).keys() == {"Router", "Replica-Qwen3-8B"}
+
+
 MADE_ANEW = {
     "the image": {**BASE, "image": {"tag": "0.2.0"}},
     "more memory": {**BASE, "workerGroups": [{**GPU, "memory": "32Gi"}]},

@@ -147,7 +147,7 @@ metadata:
   {{- include "squadron.podMetadata" $pod | nindent 2 }}
 spec:
   {{- include "squadron.podSpec" $pod | nindent 2 }}
-  {{- $fetch := and $root.Values.modelCache.fetch (not (empty $group.models)) }}
+  {{- $fetch := and $root.Values.modelCache.fetch (not $group.routers) }}
   {{- if or $fetch $group.initContainers }}
   initContainers:
     {{- with $group.initContainers }}
