@@ -216,8 +216,8 @@ BY_TEMPLATE = {
     ),
     "a group that nothing runs in": (
         {"workerGroups": [{"name": "a"}, GPU]},
-        'workerGroups[1].name: no model runs in "gpu"; name it in models[].workerGroup or routers.workerGroup, keep it '
-        "empty with workerGroups[1].replicas=0, or leave the group out",
+        'workerGroups[1].name: no model runs in "gpu"; name it in models[].workerGroup or routers.workerGroup, keep '
+        "it empty with workerGroups[1].replicas=0, or leave the group out",
     ),
     "an empty group of pods of unknown size": (
         {"workerGroups": [{"name": "a"}, {**GPU, "replicas": 0}]},

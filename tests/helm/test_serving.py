@@ -67,7 +67,9 @@ def test_large_and_broken_numbers_arrive_as_they_were_given(helm4):
 
 
 def test_lengths_may_be_written_as_on_the_command_line(helm4):
-    given = "models[0].model=demo,models[0].max_model_len=32k,models[0].kv_cache_memory_bytes=4G,app.max_body_bytes=8M"
+    given = (
+        "models[0].model=demo,models[0].max_model_len=32k,models[0].kv_cache_memory_bytes=4G,app.max_body_bytes=8M"
+    )
     app = app_of(helm4.template(None, "--set", given))
     (model,) = app.models
     assert (model.max_model_len, model.kv_cache_memory_bytes, app.shared.max_body_bytes) == (32_000, 2**32, 2**23)
