@@ -124,12 +124,7 @@ spec:
     - {name: batch, configMap: {name: {{ include "squadron.batchName" $root }}}}
     {{- end }}
     {{- if $root.Values.autoscaling.enabled }}
-    - name: kubernetes-token
-      projected:
-        sources:
-          - serviceAccountToken: {path: token, expirationSeconds: 3607}
-          - configMap: {name: kube-root-ca.crt, items: [{key: ca.crt, path: ca.crt}]}
-          - downwardAPI: {items: [{path: namespace, fieldRef: {fieldPath: metadata.namespace}}]}
+    {{- include "squadron.tokenVolume" list | nindent 4 }}
     {{- end }}
 {{- end -}}
 
