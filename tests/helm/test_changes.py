@@ -80,6 +80,26 @@ def test_pods_stay_as_they_are(render, change):
     assert json.dumps(before) != json.dumps(after), "there was a change"
 
 
+SECOND_DAY = {
+    "another model": {
+        "models": [{"model": "BAAI/bge-m3", "workerGroup": "embed"}],
+        "workerGroups": [{"name": "embed", "accelerator": {"resource": "nvidia.com/gpu"}}],
+    },
+    "routers": {"app": {"routers": 4}},
+    "another model of a group": {"models": [{"model": "BAAI/bge-m3", "workerGroup": "single"}]},
+}
+
+
+@pytest.mark.parametrize("change", SECOND_DAY)
+def test_the_release_of_the_guide_keeps_its_pods_through_its_second_day(render, change):
+    before = yaml.safe_load(EXAMPLES["production"].read_text())
+    more = SECOND_DAY[change]
+    after = before | {"app": before["app"] | more.get("app", {})}
+    after |= {name: [*before[name], *more.get(name, [])] for name in ("models", "workerGroups")}
+    first, second = cluster_of(render(before)), cluster_of(render(after))
+    assert first == {**second, "workerGroupSpecs": second["workerGroupSpecs"][: len(before["workerGroups"])]}
+
+
 def test_bounds_of_autoscaling_leave_pods_as_they_are(render):
     after = {**SCALED, "models": model(replicas=3, min_replicas=2, max_replicas=9)}
     assert cluster_of(render(SCALED)) == cluster_of(render(after))

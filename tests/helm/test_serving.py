@@ -51,7 +51,7 @@ def test_serve_and_the_app_take_the_config(helm4, name):
     assert [one.model for one in app.models] == [one["model"] for one in given["models"]]
     for config, one in zip(app.models, given["models"], strict=True):
         assert config.tensor_parallel_size == one.get("tensor_parallel_size", 1)
-        assert config.replicas == one.get("replicas", 1)
+        assert config.replicas == one.get("replicas", max(1, one.get("min_replicas", 1)))
         assert config.max_replicas == one.get("max_replicas")
         assert config.scales_to_zero == (one.get("min_replicas") == 0)
     assert app.shared.routers == given.get("app", {}).get("routers", 1)
