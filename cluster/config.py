@@ -62,8 +62,8 @@ class ServedModelConfig(EngineConfig):
     target_ttft: seconds to the first token that are aimed at: as long a request may wait at most, if that is less
         than `max_queue_wait`; and what autoscaling goes by, 2 unless given.
     min_replicas / max_replicas: bounds of autoscaling, which there is where `max_replicas` is given; `replicas` are
-        started first. With 0 the last replica goes when nothing has come for a while, and the next request waits for
-        another, at most `cold_start_timeout` seconds.
+        started first, or `min_replicas` where they are not said. With 0 the last replica goes when nothing has come
+        for a while, and the next request waits for another, at most `cold_start_timeout` seconds.
     no_replica_timeout: seconds that a request that has run waits for another replica where all are lost, then 503
         (`replica_lost`); None = as long as a start may take, `cold_start_timeout`.
     upscale_delay_s / downscale_delay_s / downscale_to_zero_delay_s: seconds that more or fewer replicas must have
@@ -240,6 +240,8 @@ def parse_config(values: Mapping[str, Any]) -> ClusterConfig:
         config = TypeAdapter(ClusterConfig).validate_python(settings)
     except ValidationError as error:
         raise _as_config_error(error) from None
+    if "replicas" not in settings and config.max_replicas is not None:
+        config = replace(config, replicas=max(config.replicas, config.min_replicas or 0))
     _check_names(config)
     _check_metrics_key(config)
     scaling_settings(config)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from deploy.capacity.fit import GpuFit, fit
 from deploy.capacity.gpus import GPUS, Gpu, gpu_named
-from deploy.capacity.links import NETWORK
 from deploy.capacity.load import ExpectedLoad, ServiceEstimate, Wanted, serve_load
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -23,12 +22,22 @@ MILLION = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What one GPU of a kind costs an hour, by its name, in any one currency; empty = nobody said."""
+    """What GPUs there are, and what one of a kind costs an hour, by its name, in any one currency.
+
+    hourly: empty = nobody said. per_node: GPUs of a node; None = as many as the vendor's own boards have.
+
+    Raises `ConfigError` naming the flag.
+    """
 
     hourly: Mapping[str, float] = field(default_factory=dict)
+    per_node: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.per_node is not None and self.per_node < 1:
+            raise ConfigError(f"gpus_per_node must be at least 1, not {self.per_node}", "gpus_per_node")
 
     @classmethod
-    def parse(cls, text: str | None) -> Prices:
+    def parse(cls, text: str | None, per_node: int | None = None) -> Prices:
         """Return prices written as `H100=2.5,L4=0.7`. Raises `ConfigError`."""
         found: dict[str, float] = {}
         for part in [] if text is None else text.split(","):
@@ -49,12 +58,16 @@ class Prices:
             except ConfigError as error:
                 raise ConfigError(f"gpu_prices{str(error).removeprefix('gpu')}", "gpu_prices") from None
             found[gpu.name] = price
-        return cls(found)
+        return cls(found, per_node)
+
+    def on_nodes(self, gpu: Gpu) -> Gpu:
+        """Return a GPU as the nodes have it."""
+        return gpu if self.per_node is None else replace(gpu, link=gpu.link.within_nodes(self.per_node))
 
     @property
     def gpus(self) -> list[Gpu]:
         """The GPUs to compare: those that have a price, or all."""
-        return [GPUS[name] for name in self.hourly] or list(GPUS.values())
+        return [self.on_nodes(gpu) for gpu in ([GPUS[name] for name in self.hourly] or GPUS.values())]
 
     def of(self, gpu: Gpu) -> float:
         """Return what one costs: its price an hour, or its memory in GB where nobody gave prices."""
@@ -129,7 +142,7 @@ def choose(
 
 def _groups(config: EngineConfig, gpu: Gpu, ranks: Collection[int]) -> Iterator[EngineConfig]:
     for size in ranks:
-        if size == 1 or gpu.link.for_ranks(size) is not NETWORK:
+        if size == 1 or not gpu.link.for_ranks(size).network:
             yield replace(config, tensor_parallel_size=size)
 
 

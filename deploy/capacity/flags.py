@@ -25,6 +25,14 @@ def plan(
             show_default="none: --gpu auto compares GPU memory",
         ),
     ] = None,
+    gpus_per_node: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="GPUs of a node; a larger group is counted over InfiniBand.",
+            show_default="as many as NVLink or PCIe joins, mostly 8",
+        ),
+    ] = None,
     input_len: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a prompt.", show_default=USUAL_INPUT, rich_help_panel=LOAD)
     ] = None,
@@ -64,4 +72,4 @@ def plan(
     from deploy.capacity.plan import Shown, show_plan
 
     wanted = Wanted(input_len, output_len, rps, ttft, tpot, roofline_share, headroom, spare_replicas)
-    show_plan({"model": model, **chosen}, gpu, wanted, Shown(as_json, gpu_prices, simulate))
+    show_plan({"model": model, **chosen}, gpu, wanted, Shown(as_json, gpu_prices, gpus_per_node, simulate))

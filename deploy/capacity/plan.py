@@ -24,10 +24,14 @@ from parallel.errors import ShardingError
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """How a plan is shown. gpu_prices: as `Prices.parse` takes them. simulate: whether its peak is run, too."""
+    """How a plan is shown. gpu_prices: as `Prices.parse` takes them. simulate: whether its peak is run, too.
+
+    gpus_per_node: None = as many as the vendor's own boards have.
+    """
 
     as_json: bool = False
     gpu_prices: str | None = None
+    gpus_per_node: int | None = None
     simulate: bool = False
 
 
@@ -38,7 +42,7 @@ def show_plan(settings: dict[str, object], gpu: str, wanted: Wanted, shown: Show
     """
     # What the engine would log of a context that it lowers is said in the plan.
     logging.getLogger("engine.kv.cache_size").setLevel(logging.ERROR)
-    config, prices = parse_config(settings).engine, Prices.parse(shown.gpu_prices)
+    config, prices = parse_config(settings).engine, Prices.parse(shown.gpu_prices, shown.gpus_per_node)
     if gpu.lower() == AUTO:
         ranks = (config.tensor_parallel_size,) if "tensor_parallel_size" in settings else RANKS
         plan = plan_cheapest(config, wanted, prices, ranks)
@@ -74,7 +78,7 @@ def plan_capacity(config: EngineConfig, gpu: str, wanted: Wanted, prices: Prices
 
     Raises `ConfigError` with the nearest that does where it does not fit, and `CheckpointError`.
     """
-    kind = gpu_named(gpu)
+    kind = prices.on_nodes(gpu_named(gpu))
     if prices.hourly and kind.name not in prices.hourly:
         raise ConfigError(
             f"gpu_prices: there is none of {kind.name}; add {kind.name}=..., or leave the flag out", "gpu_prices"

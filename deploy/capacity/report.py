@@ -206,9 +206,9 @@ def notes(plan: CapacityPlan) -> list[str]:
     if fit.footprint.no_attention is not None:
         reason = in_flags(fit.footprint.no_attention)
         found.append(f"No attention made for GPUs serves it so, and the times above are of one: {reason}.")
-    if fit.gpu.link.for_ranks(fit.config.tensor_parallel_size) is NETWORK and fit.config.tensor_parallel_size > 1:
+    if fit.config.tensor_parallel_size > 1 and fit.gpu.link.for_ranks(fit.config.tensor_parallel_size).network:
         found.append(
-            f"So many ranks are on several hosts: {NETWORK.name} of {NETWORK.bandwidth * 8:g} Gb/s for each GPU is "
+            f"So many ranks are on several nodes: {NETWORK.name} of {NETWORK.bandwidth * 8:g} Gb/s for each GPU is "
             "counted."
         )
     return found

@@ -88,6 +88,11 @@ class Upgrade(Part):
     deletionDelaySeconds: NotNegative = Field(
         default=600, description="Seconds that the old cluster stays, so that its streams can end."
     )
+    scalePods: bool = Field(
+        default=True,
+        description="Let a Job give the running cluster this release's numbers of pods, which KubeRay does not; it "
+        "may read the RayService and change RayClusters of the namespace.",
+    )
 
 
 class DisruptionBudget(Part):

@@ -26,6 +26,19 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+PullSecret = Annotated[
+    str,
+    Field(
+        json_schema_extra={
+            "type": ["string", "object"],
+            "properties": {"name": {"type": "string"}},
+            "required": ["name"],
+            "additionalProperties": False,
+        }
+    ),
+]
+
+
 class Image(Part):
     """The image of all pods."""
 
@@ -41,7 +54,9 @@ class Image(Part):
     )
     digest: str = Field(default="", pattern=r"^(sha256:[0-9a-f]{64})?$", description="Digest; overrides the tag.")
     pullPolicy: Literal["IfNotPresent", "Always", "Never"] = Field(default="IfNotPresent", description="Pull policy.")
-    pullSecrets: list[str] = Field(default=[], description="Secrets for the registry.")
+    pullSecrets: list[PullSecret] = Field(
+        default=[], description="Secrets for the registry, by name: [regcred], or [{name: regcred}] as in a pod."
+    )
 
 
 class ServiceValues(Part):

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from cluster.app_config import APP_WIDE, PER_MODEL
 from cluster.config import ClusterConfig
 from deploy.chart.values import Values
-from deploy.cli.flags import CHOICES, POSITIONAL, settings
+from deploy.cli.flags import CHOICES, POSITIONAL, SHORT_NUMBERS, settings
 from engine.config import LEAST_GROUP
 
 # What the chart says itself: where to listen, where keys are, and what it has no Service or NetworkPolicy for.
@@ -22,6 +22,8 @@ APP_SETTINGS = tuple(name for name in APP_WIDE if name not in OWNED_BY_CHART)
 MODEL_HELP = "A folder in the pods, a hub id, or 'demo'."
 # Lists that one string may hold, too.
 LISTS = ("served_model_name", "cudagraph_capture_sizes", "allowed_hosts", "allowed_origins")
+# Numbers as people write them: `cluster.config_values.short_number`.
+SHORT = r"[0-9]+(\.[0-9]+)?[kmgt]|[0-9]+[KMGT]"
 # What configs refuse when they are made, which their annotations do not say.
 BOUNDS: Mapping[str, Mapping[str, Any]] = {
     "tensor_parallel_size": {"minimum": 1},
@@ -71,6 +73,10 @@ def _schema(name: str, schema: Mapping[str, Any], text: str) -> dict[str, Any]:
         described["enum"] = choices + [None] * ("null" in described["type"])
     if name in LISTS:
         described["type"] = ["string", *described["type"]]
+    if name in SHORT_NUMBERS:
+        types = described["type"]
+        described["type"] = [*([types] if isinstance(types, str) else types), "string"]
+        described["pattern"] = f"^({'auto|' if name == 'max_model_len' else ''}{SHORT})$"
     return described
 
 

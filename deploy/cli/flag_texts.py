@@ -95,7 +95,7 @@ HELP = {
         "replicas": "Replicas of the model, each a tensor-parallel group.",
         "routers": "Copies of the HTTP and gRPC front end.",
         "min_replicas": "Minimum replicas with autoscaling; 0 = none while there are no requests.",
-        "max_replicas": "Maximum replicas with autoscaling, which begins with --replicas.",
+        "max_replicas": "Maximum replicas with autoscaling, which begins with --replicas, else --min-replicas.",
         "upscale_delay_s": "Seconds of demand for more replicas before more start.",
         "downscale_delay_s": "Seconds of demand for fewer replicas before some stop.",
         "downscale_to_zero_delay_s": "Seconds without a request before the last replica stops.",

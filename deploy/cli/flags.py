@@ -108,6 +108,7 @@ QUOTED = r"(?<!\w)(['\"])(?:\\.|(?!\1).)*\1(?!\w)"  # of a message; the first gr
 OF_A_PLAN = (
     "gpu",
     "gpu_prices",
+    "gpus_per_node",
     "rps",
     "ttft",
     "tpot",

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from deploy.capacity.choice import Prices
 from deploy.capacity.fit import CONTEXT_BYTES, NCCL_BYTES, Asked, _weights, fit
 from deploy.capacity.gpus import GPUS, gpu_named
 from deploy.capacity.load import Wanted
@@ -167,6 +168,17 @@ def test_ranks_on_several_hosts_are_counted_over_a_network_and_that_is_told(fold
     assert far.decode[1].exchanges > 3 * near.decode[1].exchanges
 
 
+def test_nodes_of_four_gpus_join_eight_ranks_by_a_network(folder):
+    config = EngineConfig(folder(LLAMA_70B), tensor_parallel_size=8)
+    eight, four = (plan_capacity(config, "H100", Wanted(), Prices(per_node=count)) for count in (None, 4))
+    assert (eight.public()["link"], four.public()["link"]) == ("NVLink 4", "InfiniBand NDR")
+    assert "several nodes" in four.public()["notes"][0]
+    assert four.decode[1].seconds > eight.decode[1].seconds
+    with pytest.raises(ConfigError, match="gpus_per_node must be at least 1") as refused:
+        Prices(per_node=0)
+    assert refused.value.flag == "gpus_per_node"
+
+
 def test_float32_names_bfloat16(folder):
     assert "--dtype bfloat16" in refusal(folder(LLAMA_8B), "L4", dtype="float32")[0]
 
@@ -293,10 +305,11 @@ def squadron(*args):
 
 def test_the_command_prints_lines_or_json(folder):
     model = folder(LLAMA_8B)
-    shown = squadron(model, "--gpu", "h200", "--tp", "2", "--rps", "100")
+    shown = squadron(model, "--gpu", "h200", "--tp", "2", "--rps", "100", "--gpus-per-node", "1")
     assert shown.returncode == 0, shown.stderr
     assert "8.0 billion parameters, bfloat16, on 2 x H200" in shown.stdout
     assert "100 requests/s need" in shown.stdout
+    assert "sums over InfiniBand NDR" in shown.stdout
     plain = squadron(model, "--gpu", "H200", "--max-model-len", "8192", "-q", "fp8", "--json")
     found = json.loads(plain.stdout)
     assert found["quantization"] == "fp8"

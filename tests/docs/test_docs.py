@@ -23,9 +23,12 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
 TEST = re.compile(r"(?<![\w/])([\w/]*(?:\.py)?)::(test_\w+)")
 # Flags of other programs.
 OTHERS = {
-    "--build", "--constraint", "--enable-auto-tool-choice", "--file", "--from-file", "--from-literal", "--head",
-    "--init", "--install", "--metrics-export-port", "--publish", "--repo", "--reuse-values", "--rm", "--set",
-    "--shm-size", "--tag", "--target", "--temp-dir", "--torch-backend", "--values", "--watch", "--working-dir",
+    "--build", "--cert", "--constraint", "--create-namespace", "--current", "--delete-emptydir-data",
+    "--docker-password", "--docker-server", "--docker-username", "--enable-auto-tool-choice", "--file", "--for",
+    "--from-file", "--from-literal", "--head", "--ignore-daemonsets", "--init", "--install", "--key",
+    "--metrics-export-port", "--namespace", "--publish", "--repo", "--reuse-values", "--rm", "--selector", "--set",
+    "--shm-size", "--tag", "--target", "--temp-dir", "--timeout", "--torch-backend", "--values", "--watch",
+    "--working-dir",
 }  # fmt: skip
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

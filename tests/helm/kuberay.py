@@ -1,36 +1,67 @@
-"""What KubeRay makes of a changed RayService: the same cluster with other numbers of pods, or another one.
+"""What KubeRay makes of a changed RayService: the same cluster, the same with more groups, or another one.
 
-Source: rayservice_controller.go of ray-operator, `shouldUpdateCluster`, and its util.go.
+Source: rayservice_controller.go of ray-operator, `shouldPrepareNewCluster`, `shouldUpdateCluster`.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
 from typing import Any
+
+from tests.helm.api_server import ApiServer
 
 Object = dict[str, Any]
 COUNTS = ("replicas", "minReplicas", "maxReplicas", "scaleStrategy")  # which it leaves out where it compares
 
 
-@dataclass
 class KubeRay:
-    """The operator and its clusters, of which the last serves.
+    """The operator, with its RayClusters on an API server. The newest of them serves.
 
-    A cluster goes on where nothing but counts differs, or groups were added at the end.
+    A cluster goes on where nothing but counts differs, which do not reach it. Where groups were added at the end, it
+    gets the service's description, with the counts. Else another one is built.
     """
 
-    clusters: list[Object] = field(default_factory=list)
+    def __init__(self, server: ApiServer) -> None:
+        self._server = server
+        self._seen: list[Object] = []  # the description by which each cluster was built or changed
 
-    def reconcile(self, service: Object) -> dict[str, int]:
-        """Take notice of a RayService and return its pods by group."""
-        wanted = service["spec"]["rayClusterConfig"]
-        running = self.clusters[-1] if self.clusters else None
-        if running is None or not _goes_on(running, wanted):
-            self.clusters.append(copy.deepcopy(wanted))
-        else:
-            self.clusters[-1] = copy.deepcopy(wanted)
-        return {one["groupName"]: one["replicas"] * one["numOfHosts"] for one in wanted["workerGroupSpecs"]}
+    @property
+    def clusters(self) -> int:
+        """How many clusters were built."""
+        return len(self._server.named("RayCluster"))
+
+    def reconcile(self, service: Object) -> None:
+        """Take notice of a RayService."""
+        wanted = copy.deepcopy(service["spec"]["rayClusterConfig"])
+        if not self._seen or not _goes_on(self._seen[-1], wanted):
+            self._seen.append(wanted)
+            self._put(copy.deepcopy(wanted))
+        elif len(wanted["workerGroupSpecs"]) > len(self._seen[-1]["workerGroupSpecs"]):
+            self._seen[-1] = wanted
+            self._put(copy.deepcopy(wanted))
+        service["status"] = {
+            "observedGeneration": service["metadata"]["generation"],
+            "activeServiceStatus": {"rayClusterName": self._name},
+            "pendingServiceStatus": {},
+        }
+
+    def pods(self) -> dict[str, int]:
+        """Return the pods of the newest cluster by group."""
+        groups = self._server.named("RayCluster")[self._name]["spec"]["workerGroupSpecs"]
+        return {one["groupName"]: _pods(one) * one["numOfHosts"] for one in groups}
+
+    @property
+    def _name(self) -> str:
+        return f"cluster-{len(self._seen)}"
+
+    def _put(self, spec: Object) -> None:
+        made = {"metadata": {"name": self._name, "resourceVersion": f"of-{len(self._seen)}"}, "spec": spec}
+        self._server.objects["rayclusters", self._name] = made
+
+
+def _pods(group: Object) -> int:
+    """Replicas within their bounds, as `GetWorkerGroupDesiredReplicas` counts them."""
+    return int(min(max(group["replicas"], group["minReplicas"]), group["maxReplicas"]))
 
 
 def _goes_on(running: Object, wanted: Object) -> bool:

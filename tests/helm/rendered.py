@@ -70,13 +70,15 @@ def clusters(objects: tuple[Object, ...] | list[Object]) -> Iterator[Object]:
 
 
 def pod_templates(objects: tuple[Object, ...] | list[Object]) -> Iterator[Object]:
-    """Yield the templates of all pods, that of the job's submitter included."""
+    """Yield the templates of all pods, those of the job's submitter and of the Job that scales included."""
     for cluster in clusters(objects):
         yield cluster["headGroupSpec"]["template"]
         for group in cluster["workerGroupSpecs"]:
             yield group["template"]
     for job in of_kind(objects, "RayJob"):
         yield job["spec"]["submitterPodTemplate"]
+    for job in of_kind(objects, "Job"):
+        yield job["spec"]["template"]
 
 
 def serve_config(objects: tuple[Object, ...] | list[Object]) -> Object:

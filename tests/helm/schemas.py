@@ -19,7 +19,10 @@ OPEN = "x-kubernetes-preserve-unknown-fields"
 RULES = "x-kubernetes-validations"  # in CEL, which only an API server evaluates
 # Kubernetes that the objects must fit: the oldest that the chart allows, and the newest that has schemas here.
 VERSIONS = ("1.28", "1.37")
-CORE = {"ConfigMap", "NetworkPolicy", "PodDisruptionBudget", "PersistentVolumeClaim", "Ingress", "Pod"}
+CORE = {
+    *("ConfigMap", "NetworkPolicy", "PodDisruptionBudget", "PersistentVolumeClaim", "Ingress", "Pod"),
+    *("ServiceAccount", "Role", "RoleBinding", "Job"),
+}
 
 
 def core_trouble(thing: Object, version: str) -> list[str]:

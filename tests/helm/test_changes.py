@@ -73,10 +73,31 @@ ADDED = {
 @pytest.mark.parametrize("change", ADDED)
 def test_pods_stay_as_they_are(render, change):
     before, after = render(BASE), render(ADDED[change])
-    of_service = [one for one in after if one["kind"] != "RayJob"]
-    assert list(pod_templates(before)) == list(pod_templates(of_service))
+    of_service = [[one for one in objects if one["kind"] == "RayService"] for objects in (before, after)]
+    first, second = (list(pod_templates(objects)) for objects in of_service)
+    assert first == second
     assert cluster_of(before) == cluster_of(after)
     assert json.dumps(before) != json.dumps(after), "there was a change"
+
+
+SECOND_DAY = {
+    "another model": {
+        "models": [{"model": "BAAI/bge-m3", "workerGroup": "embed"}],
+        "workerGroups": [{"name": "embed", "accelerator": {"resource": "nvidia.com/gpu"}}],
+    },
+    "routers": {"app": {"routers": 4}},
+    "another model of a group": {"models": [{"model": "BAAI/bge-m3", "workerGroup": "single"}]},
+}
+
+
+@pytest.mark.parametrize("change", SECOND_DAY)
+def test_the_release_of_the_guide_keeps_its_pods_through_its_second_day(render, change):
+    before = yaml.safe_load(EXAMPLES["production"].read_text())
+    more = SECOND_DAY[change]
+    after = before | {"app": before["app"] | more.get("app", {})}
+    after |= {name: [*before[name], *more.get(name, [])] for name in ("models", "workerGroups")}
+    first, second = cluster_of(render(before)), cluster_of(render(after))
+    assert first == {**second, "workerGroupSpecs": second["workerGroupSpecs"][: len(before["workerGroups"])]}
 
 
 def test_bounds_of_autoscaling_leave_pods_as_they_are(render):
@@ -94,6 +115,23 @@ def test_a_group_at_the_end_leaves_the_others_as_they_are(render):
     before, after = cluster_of(render(BASE)), cluster_of(render(more))
     assert [group["groupName"] for group in after["workerGroupSpecs"]] == ["gpu", "large"]
     assert before == {**after, "workerGroupSpecs": after["workerGroupSpecs"][:1]}
+
+
+def test_a_group_whose_model_is_taken_away_may_stay_empty_and_the_others_as_they_are(render):
+    """KubeRay builds another cluster where a group is gone."""
+    small = {**GPU, "name": "small", "memory": "8Gi", "ranksPerPod": 2}
+    both = {
+        **SCALED,
+        "models": [*SCALED["models"], {"model": "owner/other", "workerGroup": "small"}],
+        "workerGroups": [GPU, small],
+    }
+    alone = {**both, "models": SCALED["models"], "workerGroups": [GPU, {**small, "replicas": 0}]}
+    before, after = render(both), render(alone)
+    assert cluster_of(before) == cluster_of(after)
+    (service,) = of_kind(after, "RayService")
+    (_, empty) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert (empty["minReplicas"], empty["replicas"], empty["maxReplicas"]) == (0, 0, 0)
+    assert deployments_of(after).keys() == {"Router", "Replica-Qwen3-8B"}
 
 
 MADE_ANEW = {

@@ -205,6 +205,12 @@ def test_an_image_is_named_by_its_digest_where_there_is_one(helm4):
     assert image.startswith("registry.example.com/squadron@sha256:0123")
 
 
+def test_secrets_of_the_registry_are_named_alone_or_as_in_a_pod(helm4):
+    (cluster, *_) = clusters(rendered("everything"))
+    for pod in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+        assert pod["template"]["spec"]["imagePullSecrets"] == [{"name": "registry"}, {"name": "mirror"}]
+
+
 def notes(helm, name):
     """Return what an installation would say. Helm 3 wants a cluster for it."""
     result = helm.run("install", RELEASE, str(CHART), "--dry-run=client", "--values", str(VALUES[name]))
@@ -256,6 +262,18 @@ def test_notes_of_a_batch_tell_how_to_follow_it(helm4):
     said = notes(helm4, "batch")
     assert f"logs --follow job/{job['metadata']['name']}" in said
     assert "rayservice" not in said
+
+
+def test_notes_warn_of_an_nginx_that_would_cut_answers(helm4):
+    def said(*more):
+        given = ["--set", "ingress.enabled=true,ingress.host=a.example.com", *more]
+        return helm4.run("install", RELEASE, str(CHART), "--dry-run=client", *OPEN, *given).stdout
+
+    kind = r"ingress.annotations.nginx\.ingress\.kubernetes\.io/proxy-"
+    assert 'read-timeout: "3600"' in said("--set", "ingress.className=nginx")
+    assert "Warning: unless it is told" not in said("--set", "ingress.className=haproxy")
+    whole = f"ingress.className=nginx,{kind}read-timeout=900,{kind}body-size=16m"
+    assert "Warning: unless it is told" not in said("--set-string", whole)
 
 
 def test_notes_warn_where_the_ingress_is_kept_out(helm4):

@@ -1,11 +1,12 @@
 """What the chart renders is what Kubernetes and KubeRay take, with both versions of Helm."""
 
 import copy
+import re
 
 import pytest
 import yaml
 
-from tests.helm.rendered import CHART, VALUES, clusters, of_kind, pod_templates, rendered
+from tests.helm.rendered import CHART, ROOT, VALUES, clusters, of_kind, pod_templates, rendered
 from tests.helm.schemas import CORE, KUBERAY, VERSIONS, core_trouble, pod_of, ray_trouble
 
 OF_KUBERAY = {"RayService", "RayJob"}
@@ -71,6 +72,17 @@ def test_a_misspelt_field_is_found_in_a_pod(helm4):
     pod["spec"]["containers"][0]["readinesProbe"] = {}
     (trouble,) = core_trouble(pod, VERSIONS[-1])
     assert "readinesProbe" in trouble
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_kubernetes_takes_the_pods_that_the_guide_shows(version):
+    text = (ROOT / "docs" / "start" / "kubernetes.md").read_text(encoding="utf-8")
+    shown = [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
+    assert [one["kind"] for one in shown] == ["Pod"]
+    assert [line for one in shown for line in core_trouble(one, version)] == []
+    (container,) = shown[0]["spec"]["containers"]
+    group = yaml.safe_load(VALUES["production"].read_text())["workerGroups"][1]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": group["ranksPerPod"], **group["resources"]}
 
 
 @pytest.mark.parametrize("version", VERSIONS)

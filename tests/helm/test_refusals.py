@@ -13,6 +13,8 @@ IN_STEPS = {"upgrade": {**INCREMENTAL, "gatewayClassName": "istio"}, "autoscalin
 # Values, and what the message must say.
 BY_SCHEMA = {
     "a misspelt setting": ({"models": [{"model": "demo", "tensor_paralel_size": 2}]}, "tensor_paralel_size"),
+    "a length that is no number": ({"models": [{"model": "demo", "max_model_len": "long"}]}, "max_model_len"),
+    "a secret for the registry without a name": ({"image": {"pullSecrets": [{"key": "a"}]}}, "pullSecrets"),
     "a word for a number": ({"models": [{"model": "demo", "tensor_parallel_size": "two"}]}, "tensor_parallel_size"),
     "no ranks": ({"models": [{"model": "demo", "tensor_parallel_size": 0}]}, "tensor_parallel_size"),
     "more memory than there is": (
@@ -208,6 +210,23 @@ BY_TEMPLATE = {
         "models[0].block_size: must be a power of two such as 16, not 100",
     ),
     "a lower bound alone": ({"models": [{"model": "demo", "min_replicas": 1}]}, "models[0].max_replicas"),
+    "replicas below the least": (
+        {"models": [{"model": "demo", "replicas": 1, "min_replicas": 2, "max_replicas": 4}]},
+        "models[0].replicas: must lie between 2 and 4",
+    ),
+    "a group that nothing runs in": (
+        {"workerGroups": [{"name": "a"}, GPU]},
+        'workerGroups[1].name: no model runs in "gpu"; name it in models[].workerGroup or routers.workerGroup, keep '
+        "it empty with workerGroups[1].replicas=0, or leave the group out",
+    ),
+    "an empty group of pods of unknown size": (
+        {"workerGroups": [{"name": "a"}, {**GPU, "replicas": 0}]},
+        "workerGroups[1].ranksPerPod: is missing, as no model of",
+    ),
+    "an empty group that may grow": (
+        {"workerGroups": [{"name": "a"}, {**GPU, "ranksPerPod": 1, "replicas": 0, "maxReplicas": 4}]},
+        'workerGroups[1].maxReplicas: no model runs in "gpu", and replicas=0 keeps it empty; leave maxReplicas out',
+    ),
     "GPUs that no pod has": ({"models": [{"model": "demo", "device": "cuda"}]}, "models[0].device: cuda"),
     "objects that do not fit shared memory": (
         {"workerGroups": [{**GPU, "sharedMemory": "512Mi"}]},

@@ -109,10 +109,11 @@ def test_a_pod_may_write_what_its_volumes_may_hold(helm4, given, limit, of_head)
 
 
 @each_example
-def test_only_the_autoscaler_sees_a_service_account_token(helm4, name):
+def test_only_the_autoscaler_and_the_job_that_scales_see_a_service_account_token(helm4, name):
     for pod, container in containers(name):
         assert pod["automountServiceAccountToken"] is False
-        assert TOKEN not in [mount["mountPath"] for mount in container.get("volumeMounts", [])]
+        mounted = [mount["mountPath"] for mount in container.get("volumeMounts", [])]
+        assert (TOKEN in mounted) == (container["name"] == "scale")
     for cluster in clusters(rendered(name)):
         volumes = [volume["name"] for volume in cluster["headGroupSpec"]["template"]["spec"]["volumes"]]
         mounts = cluster.get("autoscalerOptions", {}).get("volumeMounts", [])
@@ -135,7 +136,12 @@ def test_secrets_are_named_and_never_held(helm4, name):
 def policy_of(objects, whose=""):
     """The policy of all pods, or of those that `whose` says."""
     policies = of_kind(objects, "NetworkPolicy")
-    (found,) = [one for one in policies if one["metadata"]["name"].endswith("-head") == bool(whose)]
+    others = ("-head", "-scale")
+    (found,) = [
+        one
+        for one in policies
+        if (one["metadata"]["name"].endswith(whose) if whose else not one["metadata"]["name"].endswith(others))
+    ]
     return found
 
 
@@ -184,9 +190,29 @@ def test_pods_reach_each_other_names_and_the_hub_alone(helm4):
 )
 def test_collector_of_traces_is_reached_where_there_is_one(helm4, endpoint, reached):
     chosen = ("--set", "networkPolicy.hub=false", "--set", f"app.otlp_traces_endpoint={endpoint}")
-    (policy,) = of_kind(helm4.template(None, *chosen), "NetworkPolicy")
+    policy = policy_of(helm4.template(None, *chosen))
     further = [port["port"] for rule in policy["spec"]["egress"][2:] for port in rule["ports"]]
     assert further == ([] if reached is None else [reached])
+
+
+def test_the_job_that_scales_reaches_kubernetes_and_may_change_nothing_but_clusters(helm4):
+    objects = rendered("tp4")
+    policy = policy_of(objects, "-scale")
+    assert {port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]} == {443, 6443}
+    (job,) = of_kind(objects, "Job")
+    pod = job["spec"]["template"]
+    assert policy["spec"]["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    (role,) = of_kind(objects, "Role")
+    assert role["rules"] == [
+        {"apiGroups": ["ray.io"], "resources": ["rayservices"], "resourceNames": ["llm-squadron"], "verbs": ["get"]},
+        {"apiGroups": ["ray.io"], "resources": ["rayclusters"], "verbs": ["get", "patch"]},
+    ]
+    (binding,) = of_kind(objects, "RoleBinding")
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    (subject,) = binding["subjects"]
+    assert subject["name"] == pod["spec"]["serviceAccountName"]
+    without = helm4.template(VALUES["tp4"], "--set", "upgrade.scalePods=false")
+    assert not {"Job", "Role", "RoleBinding", "ServiceAccount"} & {one["kind"] for one in without}
 
 
 def test_without_hub_and_autoscaler_nothing_outside_is_reached(helm4):

@@ -51,7 +51,7 @@ def test_serve_and_the_app_take_the_config(helm4, name):
     assert [one.model for one in app.models] == [one["model"] for one in given["models"]]
     for config, one in zip(app.models, given["models"], strict=True):
         assert config.tensor_parallel_size == one.get("tensor_parallel_size", 1)
-        assert config.replicas == one.get("replicas", 1)
+        assert config.replicas == one.get("replicas", max(1, one.get("min_replicas", 1)))
         assert config.max_replicas == one.get("max_replicas")
         assert config.scales_to_zero == (one.get("min_replicas") == 0)
     assert app.shared.routers == given.get("app", {}).get("routers", 1)
@@ -64,6 +64,15 @@ def test_large_and_broken_numbers_arrive_as_they_were_given(helm4):
     assert app.shared.drain_timeout == 120.5
     assert app.models[0].kv_cache_memory_bytes == 4294967296
     assert app.models[1].tokenizer is None
+
+
+def test_lengths_may_be_written_as_on_the_command_line(helm4):
+    given = (
+        "models[0].model=demo,models[0].max_model_len=32k,models[0].kv_cache_memory_bytes=4G,app.max_body_bytes=8M"
+    )
+    app = app_of(helm4.template(None, "--set", given))
+    (model,) = app.models
+    assert (model.max_model_len, model.kv_cache_memory_bytes, app.shared.max_body_bytes) == (32_000, 2**32, 2**23)
 
 
 OUTSIDE = "ingress.enabled=true,ingress.host=llm.example.com,gateway.enabled=true,gateway.parentRefs[0].name=public"

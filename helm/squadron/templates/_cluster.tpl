@@ -124,12 +124,7 @@ spec:
     - {name: batch, configMap: {name: {{ include "squadron.batchName" $root }}}}
     {{- end }}
     {{- if $root.Values.autoscaling.enabled }}
-    - name: kubernetes-token
-      projected:
-        sources:
-          - serviceAccountToken: {path: token, expirationSeconds: 3607}
-          - configMap: {name: kube-root-ca.crt, items: [{key: ca.crt, path: ca.crt}]}
-          - downwardAPI: {items: [{path: namespace, fieldRef: {fieldPath: metadata.namespace}}]}
+    {{- include "squadron.tokenVolume" list | nindent 4 }}
     {{- end }}
 {{- end -}}
 
@@ -147,7 +142,7 @@ metadata:
   {{- include "squadron.podMetadata" $pod | nindent 2 }}
 spec:
   {{- include "squadron.podSpec" $pod | nindent 2 }}
-  {{- $fetch := and $root.Values.modelCache.fetch (not (empty $group.models)) }}
+  {{- $fetch := and $root.Values.modelCache.fetch (not $group.routers) }}
   {{- if or $fetch $group.initContainers }}
   initContainers:
     {{- with $group.initContainers }}

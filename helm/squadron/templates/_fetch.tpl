@@ -2,10 +2,10 @@
 {{ include "squadron.fullname" . }}-fetch
 {{- end -}}
 
-{{/* A file for each worker group that runs models, as `python -m deploy.fetch --list` reads it. As squadron.groups. */}}
+{{/* A file for each worker group for models, as `python -m deploy.fetch --list` reads it. As squadron.groups. */}}
 {{- define "squadron.fetchLists" -}}
 {{- range (include "squadron.groups" . | fromJson).groups }}
-{{- if .models }}
+{{- if not .routers }}
 {{ .name }}.json: {{ dict "models" .models "tokenizers" .tokenizers | toJson | quote }}
 {{- end }}
 {{- end }}

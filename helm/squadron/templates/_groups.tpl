@@ -88,10 +88,22 @@
 {{- dict "names" $plain | toJson -}}
 {{- end -}}
 
+{{/* The least replicas of a model whose number follows the load. */}}
+{{- define "squadron.leastReplicas" -}}
+{{- ternary 1 (int .min_replicas) (kindIs "invalid" .min_replicas) -}}
+{{- end -}}
+
+{{/* The replicas that a model begins with. */}}
+{{- define "squadron.replicas" -}}
+{{- $fewest := 1 -}}
+{{- if .max_replicas }}{{ $fewest = include "squadron.leastReplicas" . | int | max 1 }}{{ end -}}
+{{- int (default $fewest .replicas) -}}
+{{- end -}}
+
 {{/* Refuses what the app would refuse when its pods have been paid for already. number; model. */}}
 {{- define "squadron.checkReplicas" -}}
-{{- $replicas := int (default 1 .model.replicas) -}}
-{{- $least := ternary 1 (int .model.min_replicas) (kindIs "invalid" .model.min_replicas) -}}
+{{- $replicas := include "squadron.replicas" .model | int -}}
+{{- $least := include "squadron.leastReplicas" .model | int -}}
 {{- if .model.max_replicas -}}
 {{- $most := int .model.max_replicas -}}
 {{- if gt $least $most -}}
@@ -152,22 +164,37 @@
 {{- else if $.lone -}}
 {{- else if eq $group.name $apart -}}
 {{- $groups = append $groups (include "squadron.routerGroup" (dict "root" $root "group" $group "number" $number) | fromJson) -}}
+{{- else if eq "0" (toString $group.replicas) -}}
+{{- include "squadron.checkEmpty" (dict "group" $group "number" $number) -}}
+{{- $groups = append $groups (include "squadron.sizedGroup" (dict "root" $root "group" $group "number" $number "models" list "keep" false) | fromJson) -}}
 {{- else -}}
-{{- fail (printf "workerGroups[%d].name: no model runs in %q; name it in models[].workerGroup or routers.workerGroup, or leave the group out" $number $group.name) -}}
+{{- fail (printf "workerGroups[%d].name: no model runs in %q; name it in models[].workerGroup or routers.workerGroup, keep it empty with workerGroups[%d].replicas=0, or leave the group out, for which KubeRay builds another cluster" $number $group.name $number) -}}
 {{- end -}}
 {{- end -}}
 {{- dict "groups" $groups | toJson -}}
+{{- end -}}
+
+{{/* Refuses a group without models whose pods would have another size than before, or would start. number; group. */}}
+{{- define "squadron.checkEmpty" -}}
+{{- $group := .group -}}
+{{- range $name := list "minReplicas" "maxReplicas" -}}
+{{- if int (get $group $name) }}{{ fail (printf "workerGroups[%d].%s: no model runs in %q, and replicas=0 keeps it empty; leave %s out" $.number $name $group.name $name) }}{{ end -}}
+{{- end -}}
+{{- if and (include "squadron.accelerated" $group) (kindIs "invalid" $group.ranksPerPod) -}}
+{{- fail (printf "workerGroups[%d].ranksPerPod: is missing, as no model of %q tells how large its pods are; give what they had, such as 1" .number $group.name) -}}
+{{- end -}}
 {{- end -}}
 
 {{/* One group with the numbers of its pods, as JSON. A replica that fits into a pod shares it with others of its model; a
      larger one has a set of pods (numOfHosts) of its own. Their size follows the models' ranks and not how many routers
      or replicas there are: KubeRay builds another cluster for other pods, and not for more of them.
      serving: pods at least that hold a replica's rank 0: Serve has a proxy there and nowhere else, and only a pod with a
-     proxy becomes ready. keep: whether one pod stays for routers. */}}
+     proxy becomes ready. keep: whether one pod stays for routers. Without models there are no pods, and the cluster goes on
+     with their template. */}}
 {{- define "squadron.sizedGroup" -}}
 {{- $group := .group -}}
 {{- $largest := 1 -}}
-{{- $cpus := 0.0 -}}
+{{- $cpus := ternary 0.0 1.0 (not (empty .models)) -}}
 {{- range .models -}}
 {{- $largest = max $largest (int (default 1 .model.tensor_parallel_size)) -}}
 {{- $cpus = maxf $cpus (float64 (dig "cpus_per_worker" 1.0 .model)) -}}
@@ -192,18 +219,19 @@
 {{- fail (printf "models[%d].workerGroup: in %q another model's replicas take %d pods each, this one's %d; give it a group of its own" (int .number) $group.name $hosts $own) -}}
 {{- end -}}
 {{- $hosts = $own -}}
-{{- $replicas := int (default 1 .model.replicas) -}}
+{{- $replicas := include "squadron.replicas" .model | int -}}
 {{- $upTo := int (default $replicas .model.max_replicas) -}}
 {{- if and .model.max_replicas (lt $scaled 0) }}{{ $scaled = int .number }}{{ end -}}
 {{- $from := $replicas -}}
 {{- if .model.max_replicas -}}
-{{- $from = ternary 1 (int .model.min_replicas) (kindIs "invalid" .model.min_replicas) -}}
+{{- $from = include "squadron.leastReplicas" .model | int -}}
 {{- end -}}
 {{- $start = add $start (ceil (divf $replicas $perPod)) -}}
 {{- $least = add $least (ceil (divf $from $perPod)) -}}
 {{- $leastRanks = add $leastRanks (mul $from $size) -}}
 {{- $most = add $most (ceil (divf $upTo $perPod)) -}}
 {{- end -}}
+{{- $hosts = max 1 $hosts -}}
 {{- if and (ge $scaled 0) (not .root.Values.autoscaling.enabled) (kindIs "invalid" $group.replicas) -}}
 {{- fail (printf "models[%d].max_replicas: pods neither come nor go without autoscaling.enabled=true; set that, or workerGroups[%d].replicas=%d for pods that are always there" $scaled (int .number) (int $most)) -}}
 {{- end -}}

@@ -205,7 +205,7 @@ serviceAccountName: {{ quote . }}
 {{- with $values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ quote . }}
+  - name: {{ if kindIs "string" . }}{{ quote . }}{{ else }}{{ quote .name }}{{ end }}
   {{- end }}
 {{- end }}
 securityContext:

@@ -67,7 +67,7 @@ Replica-{{ $plain }}{{ if ne $plain $id }}-{{ sha256sum $id | trunc 8 }}{{ end }
 {{- if .model.max_replicas -}}
 {{- $_ := set $deployment "autoscaling_config" (include "squadron.autoscaling" (dict "model" .model "known" $known.autoscaling) | fromJson) -}}
 {{- else -}}
-{{- $_ := set $deployment "num_replicas" (int (default 1 .model.replicas)) -}}
+{{- $_ := set $deployment "num_replicas" (include "squadron.replicas" .model | int) -}}
 {{- end -}}
 {{- $deployments = append $deployments $deployment -}}
 {{- end -}}
@@ -77,8 +77,8 @@ Replica-{{ $plain }}{{ if ne $plain $id }}-{{ sha256sum $id | trunc 8 }}{{ end }
 {{/* As cluster.lifecycle.serve_autoscaling, which Serve takes whole or not at all. model; known: of defaults/app.yaml. */}}
 {{- define "squadron.autoscaling" -}}
 {{- $scaling := deepCopy .known -}}
-{{- $least := ternary 1 (int .model.min_replicas) (kindIs "invalid" .model.min_replicas) -}}
-{{- $replicas := int (default 1 .model.replicas) -}}
+{{- $least := include "squadron.leastReplicas" .model | int -}}
+{{- $replicas := include "squadron.replicas" .model | int -}}
 {{- $_ := set $scaling "min_replicas" $least -}}
 {{- $_ := set $scaling "max_replicas" (int .model.max_replicas) -}}
 {{- if gt $replicas (max 1 $least) }}{{ $_ := set $scaling "initial_replicas" $replicas }}{{ end -}}

@@ -201,7 +201,7 @@ def test_speed_is_what_a_full_step_computes_and_fades():
         ({"min_replicas": 1}, "max_replicas"),
         ({"min_replicas": 3, "max_replicas": 2}, "max_replicas"),
         ({"replicas": 3, "max_replicas": 2}, "replicas"),
-        ({"min_replicas": 2, "max_replicas": 4}, "replicas"),
+        ({"replicas": 1, "min_replicas": 2, "max_replicas": 4}, "replicas"),
         ({"max_replicas": 0}, "max_replicas"),
         ({"min_replicas": -1, "max_replicas": 2}, "min_replicas"),
     ],
@@ -217,6 +217,12 @@ def test_without_max_replicas_the_number_is_fixed():
     scaled = parse_config({"model": "demo", "max_replicas": 3, "min_replicas": 0, "downscale_delay_s": 7})
     assert scaling_settings(scaled) == bounds(0, 3, downscale_delay_s=7, downscale_to_zero_delay_s=7)
     assert (scaled.scales_to_zero, scaled.most_replicas) == (True, 3)
+
+
+def test_a_model_begins_with_its_least_replicas_unless_it_says_with_how_many():
+    assert parse_config({"model": "demo", "min_replicas": 2, "max_replicas": 4}).replicas == 2
+    assert parse_config({"model": "demo", "min_replicas": 0, "max_replicas": 4}).replicas == 1
+    assert parse_config({"model": "demo", "replicas": 3, "min_replicas": 2, "max_replicas": 4}).replicas == 3
 
 
 # --- demand in a router

@@ -114,3 +114,11 @@ def test_a_fixed_gpu_says_what_it_costs_and_wants_its_price(folder):
 
 def test_every_kind_can_be_compared():
     assert {gpu.name for gpu in NO_PRICES.gpus} == set(GPUS)
+
+
+def test_groups_over_several_nodes_are_not_tried():
+    by_node = {count: chosen(Wanted(), Prices({"H100": 2.0}, count), model="llama-70b") for count in (2, None)}
+    assert by_node[2][0].ranks == 2
+    assert by_node[None][0].ranks >= 2
+    with pytest.raises(ConfigError, match="no GPU that is compared bears it"):
+        chosen(Wanted(), Prices({"L4": 0.7}, 1), model="llama-70b")

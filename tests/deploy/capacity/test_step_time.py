@@ -6,7 +6,7 @@ import pytest
 
 from deploy.capacity.fit import fit
 from deploy.capacity.gpus import GPUS
-from deploy.capacity.links import BRIDGE_OF_A100, NCCL_SECONDS, NETWORK, NVLINK_3, NVLINK_4, PCIE_4
+from deploy.capacity.links import BRIDGE_OF_A100, NCCL_SECONDS, NETWORK, NVLINK_3, NVLINK_4, NVLINK_5_RACK, PCIE_4
 from deploy.capacity.step_time import EAGER_SECONDS, LAUNCH_SECONDS, MEASURED, Chunk, Shares, Steps, _seen
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -198,7 +198,28 @@ def test_a_sum_takes_what_its_link_allows():
 
 def test_a_group_that_is_larger_than_its_link_is_as_slow_as_what_joins_it():
     assert NVLINK_4.for_ranks(8) is NVLINK_4
-    assert NVLINK_4.for_ranks(16) is NETWORK
+    assert NVLINK_4.for_ranks(16).name == NETWORK.name
     assert BRIDGE_OF_A100.for_ranks(2) is BRIDGE_OF_A100
     assert BRIDGE_OF_A100.for_ranks(4) is PCIE_4
-    assert BRIDGE_OF_A100.for_ranks(16) is NETWORK
+    assert BRIDGE_OF_A100.for_ranks(16).name == NETWORK.name
+
+
+def test_a_ring_over_nodes_leaves_each_by_all_ports_and_has_few_hops_of_the_network():
+    size = 64 << 20
+    latency = NCCL_SECONDS + 2 * 2.7e-6 + 28 * 1e-6
+    assert NVLINK_4.for_ranks(16).sum_seconds(size, 16) == pytest.approx(latency + 1.875 * size / 400e9)
+    # PCIe is slower than the ports of a node.
+    assert PCIE_4.for_ranks(16).sum_seconds(size, 16) == pytest.approx(latency + 1.875 * size / 32e9)
+    alone = NCCL_SECONDS + 2 * 2.7e-6 + size / 50e9  # nodes of one GPU
+    assert NETWORK.for_ranks(2).sum_seconds(size, 2) == pytest.approx(alone)
+
+
+def test_nodes_of_fewer_gpus_are_left_sooner():
+    four = NVLINK_4.within_nodes(4)
+    assert four.for_ranks(4).name == "NVLink 4"
+    assert four.for_ranks(8).name == NETWORK.name
+    assert BRIDGE_OF_A100.within_nodes(4).for_ranks(4).name == "PCIe 4.0"
+    assert BRIDGE_OF_A100.within_nodes(4).for_ranks(8).name == NETWORK.name
+    assert BRIDGE_OF_A100.within_nodes(1).for_ranks(2).name == NETWORK.name
+    assert NVLINK_5_RACK.within_nodes(4).for_ranks(8).name == "NVLink 5", "a rack's NVLink joins its nodes"
+    assert NETWORK.within_nodes(1) is NETWORK
