@@ -80,11 +80,14 @@ class MessageToolChoice(Fields):
 
 
 class ThinkingConfig(Fields):
-    """Whether the model is to think. display: omitted = blocks of thinking come without their text."""
+    """Whether the model is to think. display: omitted and updates = blocks of thinking come without their text.
+
+    With updates, which is in Anthropic's beta, an agent shows what the model says between its calls instead.
+    """
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    display: Literal["summarized", "omitted", "updates"] | None = None
 
 
 class OutputFormat(Fields):
@@ -172,7 +175,7 @@ class CountTokensFields(Fields):
     tool_choice: MessageToolChoice | None = note("auto, any, tool or none, with disable_parallel_tool_use")
     thinking: ThinkingConfig | None = note(
         "enabled, disabled, where the model's chat template reads it; adaptive: as the model does; budget_tokens "
-        "needs --reasoning-parser, else it is a hint; display omitted leaves the text out"
+        "needs --reasoning-parser, else it is a hint; display omitted or updates leaves the text out"
     )
     output_config: OutputConfig | None = note(
         "effort, where the model's chat template reads it; format json_schema (enforced) of an answer that is no call"

@@ -37,7 +37,7 @@ class MessageWriter:
         self._model_id = model_id
         self._cut_by_context = (request.params.max_tokens or 0) < asked.fields.max_tokens
         thinking = asked.fields.thinking
-        self._omits = thinking is not None and thinking.display == "omitted"
+        self._omits = thinking is not None and thinking.display in ("omitted", "updates")
         self._frames: list[bytes] = []
         self._content: list[Body] = []
         self._open: Block | None = None

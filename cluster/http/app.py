@@ -195,10 +195,10 @@ def _model_routes(models: Models) -> list[Route]:
 
 def _card(model: ServedModel, name: str, request: Request) -> dict[str, Any]:
     """What is told of a model; clients of Anthropic's API, which name its version, are told more."""
-    more = {}
+    more: dict[str, Any] = {}
     if VERSION_HEADER in request.headers:
-        made = _rfc_3339(model.created)
-        more = {"type": "model", "display_name": name, "created_at": made, "lifecycle": "active"}
+        more = {"type": "model", "display_name": name, "created_at": _rfc_3339(model.created), "lifecycle": "active"}
+        more |= {"max_input_tokens": model.max_model_len, "max_tokens": model.max_model_len}
     return {
         **more,
         "id": name,

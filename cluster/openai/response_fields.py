@@ -137,9 +137,10 @@ class ReasoningOptions(Fields):
 
 
 class ResponseStreamOptions(Fields):
-    """Nothing is added to events."""
+    """Nothing is added to events, and the last one tells the usage: aiperf asks for it as it does of chats."""
 
     include_obfuscation: Literal[False] = False
+    include_usage: Literal[True] = True
 
 
 class ResponseFields(Fields):
@@ -168,7 +169,7 @@ class ResponseFields(Fields):
     )
     top_logprobs: int | None = note("0 to 20, more with --max-logprobs; only with include", -1)
     stream: bool = note("server-sent events", default=False)
-    stream_options: ResponseStreamOptions | None = note("only with stream")
+    stream_options: ResponseStreamOptions | None = note("only with stream, whose last event tells the usage anyway")
     background: bool | None = note(
         "true: the answer goes on without its client, to be fetched at /v1/responses/{id}; needs --response-retention"
     )

@@ -1,1 +1,1 @@
-"""Client libraries against our server: `python -m tests.clients`."""
+"""Clients against our server: `python -m tests.clients`."""

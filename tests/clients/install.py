@@ -1,4 +1,4 @@
-"""A folder of its own for each library: a virtual environment, or an npm project. They are kept from run to run."""
+"""A folder of its own for each client: a virtual environment, or an npm project. They are kept from run to run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ INSTALL_TIMEOUT = 1800.0  # seconds; the largest of them takes some minutes wher
 
 
 class NotInstallableError(Exception):
-    """A library did not install; the words say why."""
+    """A client did not install; the words say why."""
 
 
 def install(client: Client, cache: Path) -> Path:
-    """Install what a library needs, unless it lies there, and return its folder.
+    """Install what a client needs, unless it lies there, and return its folder.
 
     Raises `NotInstallableError` with the installer's own words.
     """
@@ -37,7 +37,7 @@ def install(client: Client, cache: Path) -> Path:
 
 
 def command(client: Client, folder: Path, scripts: Path) -> list[str]:
-    """Return what runs a library's script: its interpreter and the script.
+    """Return what runs a client's script: its interpreter and the script.
 
     Node looks for packages beside the script, so the scripts in JavaScript are copied to their packages.
     """

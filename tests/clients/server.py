@@ -2,7 +2,8 @@
 
     python -m tests.clients.server [--port 8000]
 
-The model is the demo model with a template that reads tools, called "demo". The address is the first line printed.
+The model is the demo model with a template that reads tools, called "demo", with room for the long prompts of agents:
+what it says beyond its own 2,048 tokens is worse still. The address is the first line printed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from tests.clients.model import write_model
 from tests.simulator.links import connect_local
 
 MODEL = "demo"
+CONTEXT = 65_536  # tokens
 
 
 @asynccontextmanager
@@ -89,7 +91,13 @@ def main() -> None:
     torch.set_num_threads(1)  # so small a model waits for its threads where the cores are busy
     with tempfile.TemporaryDirectory() as folder:
         model = str(write_model(Path(folder) / MODEL))
-        settings = {"model": model, "served_model_name": MODEL, "tool_call_parser": "hermes", "device": "cpu"}
+        settings = {
+            "model": model,
+            "served_model_name": MODEL,
+            "tool_call_parser": "hermes",
+            "hf_overrides": {"max_position_embeddings": CONTEXT},
+            "device": "cpu",
+        }
         asyncio.run(serve(resolve_config(settings), given.port))
 
 

@@ -1,6 +1,6 @@
-"""`python -m tests.clients`: what it lists, and how it tells what failed and what did not install.
+"""`python -m tests.clients`: what it lists, what it writes into the docs, and how it tells what failed.
 
-The libraries themselves are not installed here: `python -m tests.clients` does that.
+Clients are not installed here: `python -m tests.clients` does that. The scripts of those run that are there anyway.
 """
 
 import ast
@@ -9,20 +9,24 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
+from datetime import date
+from importlib import metadata
 
 import pytest
 from rich.console import Console
 
 from tests.clients import install as installing
-from tests.clients.__main__ import chosen, main, table
-from tests.clients.catalogue import CHECKS, CLIENTS, SCRIPTS, Client
+from tests.clients.__main__ import chosen, main, started_server, table
+from tests.clients.catalogue import CLIENTS, SCRIPTS, Client
 from tests.clients.install import NotInstallableError, command, install
-from tests.clients.running import Outcome, Server, run_script, try_client
+from tests.clients.matrix import ALL, PAGE, page_with, row_of, rows_of
+from tests.clients.running import Outcome, Result, Server, run_script, try_client
 
-CLIENT = Client("some", "use_some.py", ("some[more]==1.0",))
+CHECKS = ("chat", "stream", "tools", "structured")
+CLIENT = Client("some", "use_some.py", ("some[more]==1.0",), CHECKS)
 SERVER = Server("http://127.0.0.1:1/v1", "demo")
 GOOD = "\n".join(f"print('ok {name}')" for name in CHECKS)
+TEST_EXTRA = ["openai"]  # clients that tests of the API have
 
 
 def ran(tmp_path, text, **limits):
@@ -34,18 +38,29 @@ def ran(tmp_path, text, **limits):
 def test_every_script_is_listed_once():
     files = {path.name for path in SCRIPTS.glob("use_*")}
     assert sorted(client.script for client in CLIENTS) == sorted(files)
-    assert len({client.name for client in CLIENTS}) == len(CLIENTS) == 11
+    assert len({client.name for client in CLIENTS}) == len(CLIENTS)
+
+
+def checks_of_python(text):
+    tree = ast.parse(text)
+    defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    (call,) = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "run")
+    names = [ast.unparse(one) for one in call.args]
+    assert set(names) <= defined
+    return names
+
+
+def checks_of_javascript(text):
+    (inside,) = re.findall(r"^await run\(\{(.*)\}\)$", text, re.MULTILINE)
+    keys = [one.partition(":")[0].strip() for one in inside.split(",")]
+    return [re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", key) for key in keys]
 
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
-def test_a_script_can_be_read_and_runs_every_check(client):
+def test_a_script_runs_the_checks_that_the_catalogue_says(client):
     text = (SCRIPTS / client.script).read_text()
-    if not client.is_javascript:
-        tree = ast.parse(text)
-        defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-        assert set(CHECKS) <= defined
-    names = re.search(r"\brun\((.*)\)\s*$", text).group(1)
-    assert set(CHECKS) <= set(re.findall(r"\w+", names))
+    found = checks_of_javascript(text) if client.is_javascript else checks_of_python(text)
+    assert tuple(found) == client.checks
 
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
@@ -55,11 +70,56 @@ def test_versions_are_pinned(client):
     assert all(re.fullmatch(exact, package) for package in client.packages)
 
 
-def test_the_page_names_each_library_at_the_version_that_is_installed():
-    page = (Path(__file__).parents[2] / "docs" / "guides" / "clients.md").read_text()
-    for client in CLIENTS:
-        for package in client.packages:
-            assert package in page, f"docs/guides/clients.md does not name {package}"
+def test_the_page_has_a_row_for_each_client():
+    assert list(rows_of(PAGE.read_text())) == [client.name for client in CLIENTS]
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
+def test_the_page_tells_of_a_run_of_what_the_catalogue_says(client):
+    """Other versions or checks need a run, which writes the row."""
+    row = rows_of(PAGE.read_text())[client.name]
+    asked = f"run: python -m tests.clients --page --only {client.name}"
+    assert row == row_of(client, row.passed, row.day), asked
+    assert date.fromisoformat(row.day) >= date(2026, 11, 28), asked
+    names = row.passed.partition(";")[0].split(", ")
+    assert row.passed == ALL or row.passed.startswith(Outcome.NOT_INSTALLABLE) or set(names) < set(client.checks), (
+        asked
+    )
+
+
+def test_a_page_gets_the_rows_of_a_run_in_the_order_of_the_catalogue():
+    head = PAGE.read_text().partition("| `openai` |")[0]
+    first, second, third = CLIENTS[:3]
+    other = "| `other` | `x==1` | chat | all | 2026-01-01 | `x` |\n"
+    runs = [Result(third, Outcome.PASSED, third.checks), Result(first, Outcome.FAILED, ("chat",), "stream: a | b\nc")]
+    page = page_with(f"{head}{other}\nAnd more.\n", runs, date(2026, 12, 1))
+    assert "other" not in page
+    assert page.startswith(head)
+    assert page.endswith(" |\n\nAnd more.\n")
+    assert list(rows_of(page)) == [first.name, third.name]
+    failed = "chat; failed: stream: a \\| b c"
+    assert rows_of(page)[first.name].passed == failed
+    assert rows_of(page)[third.name] == row_of(third, ALL, "2026-12-01")
+    page = page_with(page, [Result(second, Outcome.NOT_INSTALLABLE, reason="no")], date(2026, 12, 2))
+    assert [row.passed for row in rows_of(page).values()] == [failed, "not installable: no", ALL]
+    with pytest.raises(ValueError, match=r"no table that begins with \| Client \|"):
+        page_with("# Clients\n", runs, date(2026, 12, 1))
+
+
+def is_installed(client):
+    names = [re.split(r"[\[=]", package)[0] for package in client.packages]
+    return all(any(metadata.distributions(name=name)) for name in names)
+
+
+def test_the_scripts_of_clients_that_are_installed_here_run():
+    """At whichever version. The tests need one of them, so that this is never about none."""
+    here = [client for client in CLIENTS if not client.is_javascript and is_installed(client)]
+    assert {client.name for client in here} >= set(TEST_EXTRA)
+    with started_server() as url:
+        for client in here:
+            arguments = [sys.executable, str(SCRIPTS / client.script), *Server(url, "demo").flags()]
+            found = run_script(client, arguments)
+            assert found.outcome is Outcome.PASSED, (client.name, found.reason)
 
 
 def test_the_scripts_checks_are_told_line_by_line(tmp_path):

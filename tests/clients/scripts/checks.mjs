@@ -6,7 +6,8 @@ const { values } = parseArgs({
   options: {
     url: { type: 'string', default: env.SQUADRON_URL ?? 'http://127.0.0.1:8000/v1' },
     model: { type: 'string', default: env.SQUADRON_MODEL ?? 'demo' },
-    key: { type: 'string', default: env.SQUADRON_KEY ?? 'none' }
+    key: { type: 'string', default: env.SQUADRON_KEY ?? 'none' },
+    tokenizer: { type: 'string' } // for scripts in Python
   }
 })
 export const { url: URL, model: MODEL, key: KEY } = values
@@ -17,7 +18,8 @@ export const weather = ({ city }) => `It is ${DEGREES[city]} degrees in ${city}.
 
 export async function run (checks) {
   let failed = 0
-  for (const [name, check] of Object.entries(checks)) {
+  for (const [key, check] of Object.entries(checks)) {
+    const name = key.replace(/[A-Z]/g, (letter) => `_${letter.toLowerCase()}`) // as the scripts in Python have it
     try {
       await check()
       console.log(`ok ${name}`)

@@ -2,27 +2,35 @@
 
     python use_openai.py --url http://127.0.0.1:8000/v1 --model demo
 
-`--url`, `--model` and `--key` may stand in SQUADRON_URL, SQUADRON_MODEL and SQUADRON_KEY. Each check prints one line:
-`ok chat`, or `FAILED chat: why`; the script ends with 1 where one failed.
+`--url`, `--model`, `--key` and `--tokenizer` may stand in SQUADRON_URL, SQUADRON_MODEL, SQUADRON_KEY and
+SQUADRON_TOKENIZER. Each check prints one line: `ok chat`, or `FAILED chat: why`; the script ends with 1 where one
+failed.
 """
 
 import argparse
 import asyncio
 import inspect
+import json
 import os
 import sys
 import traceback
+import urllib.request
 from typing import Literal
-
-from pydantic import BaseModel, Field
 
 _parser = argparse.ArgumentParser()
 _parser.add_argument("--url", default=os.environ.get("SQUADRON_URL", "http://127.0.0.1:8000/v1"))
 _parser.add_argument("--model", default=os.environ.get("SQUADRON_MODEL", "demo"))
 # Libraries want a key even where the server wants none.
 _parser.add_argument("--key", default=os.environ.get("SQUADRON_KEY", "none"))
+# What makes load counts tokens itself.
+_parser.add_argument(
+    "--tokenizer",
+    default=os.environ.get("SQUADRON_TOKENIZER", ""),
+    help="the folder or name of the model's tokenizer (default: the model's name)",
+)
 _given = _parser.parse_args()
 URL, MODEL, KEY = _given.url, _given.model, _given.key
+TOKENIZER = _given.tokenizer or MODEL
 
 QUESTION = "What does os.path.join do?"
 City = Literal["Paris", "Cologne", "Tokyo"]
@@ -34,12 +42,11 @@ def weather(city: City) -> str:
     return f"It is {DEGREES[city]} degrees in {city}."
 
 
-class Report(BaseModel):
-    """The weather in a city. Everything in it is bounded: a small model may never come to an end by itself."""
-
-    city: City
-    degrees: int
-    words: list[Literal["warm", "cold"]] | None = Field(None, max_length=2)
+def too_long_prompt() -> str:
+    """Text of more tokens than the model's context holds."""
+    asked = urllib.request.Request(f"{URL}/models/{MODEL}", headers={"Authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        return "word " * json.load(answer)["max_model_len"]
 
 
 def run(*checks) -> None:

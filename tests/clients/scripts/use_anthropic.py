@@ -3,7 +3,7 @@
 import json
 
 import anthropic
-from checks import DEGREES, KEY, MODEL, QUESTION, URL, City, run, weather
+from checks import DEGREES, KEY, MODEL, QUESTION, URL, City, run, too_long_prompt, weather
 from pydantic import BaseModel
 
 # This package adds /v1 itself.
@@ -93,7 +93,7 @@ def errors():
     else:
         raise AssertionError("a model that is not there was served")
     try:
-        client.messages.create(model=MODEL, messages=[{"role": "user", "content": "word " * 20_000}], max_tokens=1)
+        client.messages.create(model=MODEL, messages=[{"role": "user", "content": too_long_prompt()}], max_tokens=1)
     except anthropic.BadRequestError as error:
         assert "prompt is too long" in json.dumps(error.body)
     else:
@@ -102,6 +102,7 @@ def errors():
 
 def models():
     assert MODEL in [one.id for one in client.models.list()]
+    assert client.models.retrieve(MODEL).max_input_tokens > 0
 
 
 if __name__ == "__main__":

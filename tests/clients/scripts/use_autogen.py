@@ -15,7 +15,8 @@ from autogen_core.models import (
 )
 from autogen_core.tools import FunctionTool
 from autogen_ext.models.openai import OpenAIChatCompletionClient
-from checks import KEY, MODEL, QUESTION, URL, Report, run, weather
+from checks import KEY, MODEL, QUESTION, URL, run, weather
+from report import Report
 
 # What a server that is not OpenAI's can do is told by `model_info`.
 INFO = {

@@ -1,9 +1,10 @@
 """instructor: objects of a pydantic model, by a forced call, by a JSON schema, whole and as they come."""
 
 import instructor
-from checks import KEY, MODEL, QUESTION, URL, City, Report, run, weather
+from checks import KEY, MODEL, QUESTION, URL, City, run, weather
 from openai import OpenAI
 from pydantic import BaseModel
+from report import Report
 
 plain = OpenAI(base_url=URL, api_key=KEY, max_retries=0)
 by_call = instructor.from_openai(plain, mode=instructor.Mode.TOOLS)  # forces the call by its name

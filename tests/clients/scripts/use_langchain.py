@@ -1,12 +1,13 @@
 """langchain: a chat model of langchain-openai, its tools and its structured output, and an agent around it."""
 
-from checks import KEY, MODEL, QUESTION, URL, City, Report, run
+from checks import KEY, MODEL, QUESTION, URL, City, run
 from checks import weather as weather_in
 from langchain.agents import create_agent
 from langchain.agents.middleware import ModelCallLimitMiddleware
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
+from report import Report
 
 # A stream has usage where it is asked for: of a server that is not OpenAI's, langchain does not by itself.
 SETTINGS = {"max_retries": 0, "max_tokens": 100, "temperature": 0, "stream_usage": True}

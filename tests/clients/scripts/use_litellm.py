@@ -6,7 +6,8 @@ import os
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else importing it asks GitHub for a list of prices
 
 import litellm
-from checks import DEGREES, KEY, MODEL, QUESTION, URL, Report, run, weather
+from checks import DEGREES, KEY, MODEL, QUESTION, URL, run, too_long_prompt, weather
+from report import Report
 
 USER = {"role": "user", "content": QUESTION}
 ASKED = {"model": f"openai/{MODEL}", "api_base": URL, "api_key": KEY, "max_retries": 0, "max_tokens": 100}
@@ -67,7 +68,7 @@ def structured():
 def too_long():
     """What does not fit is told by litellm's own exception, which its fallbacks stand on."""
     try:
-        litellm.completion(**ASKED, messages=[{"role": "user", "content": "word " * 20_000}])
+        litellm.completion(**ASKED, messages=[{"role": "user", "content": too_long_prompt()}])
     except litellm.ContextWindowExceededError:
         return
     raise AssertionError("no ContextWindowExceededError")

@@ -1,9 +1,10 @@
 """llama-index: `OpenAILike` is its class for servers that speak OpenAI's protocol."""
 
-from checks import KEY, MODEL, QUESTION, URL, Report, run, weather
+from checks import KEY, MODEL, QUESTION, URL, run, weather
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
+from report import Report
 
 llm = OpenAILike(
     model=MODEL,

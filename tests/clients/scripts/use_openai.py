@@ -2,8 +2,9 @@
 
 import json
 
-from checks import DEGREES, KEY, MODEL, QUESTION, URL, Report, run, weather
+from checks import DEGREES, KEY, MODEL, QUESTION, URL, run, weather
 from openai import OpenAI
+from report import Report
 
 client = OpenAI(base_url=URL, api_key=KEY, max_retries=0)
 USER = {"role": "user", "content": QUESTION}

@@ -9,9 +9,10 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
-from checks import KEY, MODEL, QUESTION, URL, Report, run
+from checks import KEY, MODEL, QUESTION, URL, run
 from checks import weather as weather_in
 from openai import AsyncOpenAI
+from report import Report
 
 set_tracing_disabled(True)
 weather = function_tool(weather_in)

@@ -2,10 +2,11 @@
 
 from contextlib import suppress
 
-from checks import KEY, MODEL, QUESTION, URL, Report, run, weather
+from checks import KEY, MODEL, QUESTION, URL, run, weather
 from pydantic_ai import Agent, NativeOutput, ToolOutput, UsageLimitExceeded, UsageLimits
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
+from report import Report
 
 SETTINGS = {"max_tokens": 100, "temperature": 0.0}
 

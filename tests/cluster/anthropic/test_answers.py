@@ -147,8 +147,12 @@ async def test_space_before_a_call_is_no_text(model):
     assert [block["type"] for block in body["content"]] == ["tool_use"]
 
 
-async def test_thinking_that_is_to_be_omitted_has_no_text(thinker):
-    wanted = {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}
+@pytest.mark.parametrize(
+    "wanted",
+    [{"type": "enabled", "budget_tokens": 1024, "display": "omitted"}, {"type": "adaptive", "display": "updates"}],
+    ids=["omitted", "updates"],
+)
+async def test_thinking_that_is_not_to_be_shown_has_no_text(thinker, wanted):
     body = await whole(saying(thinker, f"{THOUGHT}Yes"), thinker, thinking=wanted)
     first, second = body["content"]
     assert (first["type"], first["thinking"], second["text"]) == ("thinking", "", "Yes")

@@ -109,6 +109,7 @@ async def test_models_are_listed_in_anthropics_form_to_who_names_its_version(mod
     assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, MODEL, MODEL)
     assert listed["data"] == [one]
     assert (one["type"], one["display_name"], one["created_at"]) == ("model", MODEL, "2023-11-14T22:13:20Z")
+    assert one["max_input_tokens"] == one["max_tokens"] == model.max_model_len
 
 
 async def test_figures_and_logs_know_the_route(model):

@@ -104,6 +104,12 @@ async def test_a_stream_tells_its_events_in_openais_order(model):
     assert events[0]["response"]["status"] == "in_progress"
 
 
+async def test_a_stream_may_be_asked_for_the_usage_that_it_tells_anyway(model):
+    for options in (None, {"include_usage": True, "include_obfuscation": False}):
+        events = await stream(saying(model, "hello"), model, stream_options=options)
+        assert events[-1]["response"]["usage"]["output_tokens"] > 0
+
+
 def without_ids(value):
     if isinstance(value, list):
         return [without_ids(one) for one in value]
@@ -315,6 +321,7 @@ BAD = [
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"include": ["message.output_text.logprobs"], "top_logprobs": 30}, "top_logprobs"),
     ({"stream_options": {}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": False}}, "stream_options.include_usage"),
     ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
     ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
