@@ -86,7 +86,7 @@ CLIENTS = (
         "lm-eval",
         "use_lm_eval.py",
         ("lm-eval[api]==0.4.13",),
-        ("tokenizer", "generate", "chat", "loglikelihood", "batches", "rolling"),
+        ("tokenizer", "generate", "chat", "loglikelihood", "greedy", "batches", "rolling"),
     ),
     # The build of torch that the engine is tested with: without a pin, one for GPUs comes, of several GiB.
     Client("guidellm", "use_guidellm.py", ("guidellm==0.8.1", "torch==2.13.0"), ("chat", "completions", "responses")),

@@ -15,6 +15,7 @@ os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp()
 import requests
 from checks import KEY, MODEL, QUESTION, URL, run
 from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.tasks import TaskManager
 
@@ -124,6 +125,15 @@ def loglikelihood():
             assert math.isclose(logprob, wanted, abs_tol=0.01), (logprob, wanted)
 
 
+def greedy():
+    """Whether an answer is what the model would have said is told by the likeliest token of each position."""
+    model = LocalCompletionsAPI(base_url=f"{URL}/completions", model=MODEL, auth_token=KEY)
+    begun = DOCUMENTS[0]["answers"][0]
+    said = completion(prompt=begun, add_special_tokens=False, max_tokens=6, temperature=0)["text"]
+    asked = [Instance("loglikelihood", {}, (begun, text), number) for number, text in enumerate((said, " zebra"))]
+    assert [is_greedy for _, is_greedy in model.loglikelihood(asked)] == [True, False]
+
+
 def batches():
     """Several requests at once, each with several prompts."""
     assert evaluated("choice", num_concurrent=3, batch_size=2)[1] == evaluated("choice")[1]
@@ -137,4 +147,4 @@ def rolling():
 
 
 if __name__ == "__main__":
-    run(tokenizer, generate, chat, loglikelihood, batches, rolling)
+    run(tokenizer, generate, chat, loglikelihood, greedy, batches, rolling)
