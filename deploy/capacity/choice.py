@@ -6,13 +6,12 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from deploy.capacity.fit import GpuFit, fit
+from deploy.capacity.fit import GpuFit, Measured, fit
 from deploy.capacity.gpus import GPUS, Gpu, gpu_named
 from deploy.capacity.load import ExpectedLoad, ServiceEstimate, Wanted, serve_load
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.models.config import ModelConfig
-from engine.worker.footprint import Footprint, footprint_of
 from parallel.errors import ShardingError
 
 AUTO = "auto"
@@ -112,13 +111,7 @@ def choose(
 
     Raises `ConfigError` where none can, with what keeps the largest of them.
     """
-    measured: dict[EngineConfig, Footprint] = {}
-
-    def measure(resolved: EngineConfig, model: ModelConfig) -> Footprint:
-        if resolved not in measured:
-            measured[resolved] = footprint_of(resolved, model)
-        return measured[resolved]
-
+    measure = Measured()
     found, refusals = [], {}
     for gpu in prices.gpus:
         ways = []

@@ -25,6 +25,21 @@ NCCL_BYTES = 512 << 20
 Measure = Callable[[EngineConfig, ModelConfig], Footprint]
 
 
+class Measured:
+    """Footprints of one model, each of which is measured once."""
+
+    def __init__(self) -> None:
+        self._found: dict[EngineConfig, Footprint] = {}
+
+    def __call__(self, config: EngineConfig, model: ModelConfig) -> Footprint:
+        """Return what `footprint_of` does."""
+        # How much memory the cache gets changes nothing of it.
+        key = replace(config, gpu_memory_utilization=1.0, kv_cache_memory_bytes=None, num_kv_blocks=None)
+        if key not in self._found:
+            self._found[key] = footprint_of(config, model)
+        return self._found[key]
+
+
 @dataclass(frozen=True, slots=True)
 class GpuFit:
     """A model on GPUs that hold it. All bytes are of one GPU.
@@ -146,27 +161,22 @@ LEAST_TOKENS = 256  # of a step, below which prompts would crawl
 class Asked:
     """A deployment as it was asked for.
 
-    accept: raises `ConfigError` where a fit does not do. measured: footprints that were measured already.
+    accept: raises `ConfigError` where a fit does not do.
     """
 
     config: EngineConfig
     model: ModelConfig
     gpu: Gpu
     accept: Callable[[GpuFit], object] = lambda _: None
-    measured: dict[EngineConfig, Footprint] = field(default_factory=dict)
+    measure: Measured = field(default_factory=Measured)
 
     def works(self, gpu: Gpu | None = None, **settings: Any) -> bool:
         """Whether it would fit, and do, with another GPU or other settings."""
         try:
-            self.accept(fit(replace(self.config, **settings), self.model, gpu or self.gpu, self._footprint))
+            self.accept(fit(replace(self.config, **settings), self.model, gpu or self.gpu, self.measure))
         except (ConfigError, ShardingError):
             return False
         return True
-
-    def _footprint(self, config: EngineConfig, model: ModelConfig) -> Footprint:
-        if config not in self.measured:
-            self.measured[config] = footprint_of(config, model)
-        return self.measured[config]
 
 
 def nearest(asked: Asked) -> list[str]:

@@ -86,7 +86,7 @@ def plan_capacity(config: EngineConfig, gpu: str, wanted: Wanted, prices: Prices
     model = read_model_config(resolve_model(config.source), config.model_impl, config.hf_overrides)
     loaded = Asked(config, model, kind, lambda found: serve_load(found, wanted.within(found.config.context_len)))
     try:
-        held = fit(config, model, kind)
+        held = fit(config, model, kind, loaded.measure)
     except ShardingError as error:
         raise _refusal(ConfigError(str(error), "tensor_parallel_size"), loaded) from error
     except ConfigError as error:
@@ -97,7 +97,7 @@ def plan_capacity(config: EngineConfig, gpu: str, wanted: Wanted, prices: Prices
     except ConfigError as error:
         found = nearest(loaded)
         raise ConfigError(f"{error}. {_any(found)}" if found else str(error), error.flag) from error
-    plan = _with_room(make_plan(held, load, service), Asked(config, model, kind))
+    plan = _with_room(make_plan(held, load, service), loaded)
     if not prices.hourly:
         return plan
     return replace(plan, cost=cost_of(held, load, service, prices), measure=prices.measure(load))

@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 class BlueprintGroup(Group):
     """Rank 0 of a group whose other ranks are nowhere: tensors keep or get the shapes that they have in a group.
 
-    exchanges, sent_bytes: sums and exchanges so far, and the bytes of what they were given.
+    exchanges, sent_bytes: sums and exchanges so far, and the bytes of what they were given. times: as how many each
+    one counts from now on.
     """
 
     def __init__(self, size: int) -> None:
@@ -34,6 +35,7 @@ class BlueprintGroup(Group):
         self.size = size
         self.device = META
         self.exchanges = self.sent_bytes = 0
+        self.times = 1
 
     @override
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -65,8 +67,8 @@ class BlueprintGroup(Group):
 
     def _note(self, x: Tensor) -> None:
         if self.size > 1:
-            self.exchanges += 1
-            self.sent_bytes += x.nbytes
+            self.exchanges += self.times
+            self.sent_bytes += self.times * x.nbytes
 
 
 def build_model(config: ModelConfig, build: Build) -> CausalLM:

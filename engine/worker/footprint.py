@@ -36,9 +36,10 @@ from engine.kernels.base import E4M3, GroupedProduct, TorchKernels
 from engine.kernels.recurrent import StateRows
 from engine.kv.cache_specs import RecurrentSpec, block_bytes, state_bytes
 from engine.layers.attention import attention_specs
+from engine.layers.base import Layer
 from engine.layers.mla import HeadProducts
 from engine.layers.moe import Experts
-from engine.models.blueprint import META, BlueprintGroup, blueprint, outlined
+from engine.models.blueprint import META, blueprint, outlined
 from engine.models.causal_lm import CausalLM
 from engine.models.config import ModelConfig
 from engine.models.decoder import DecoderLM
@@ -48,7 +49,7 @@ from engine.sampling.sampler import score
 from engine.sampling_params import MAX_LOGPROBS
 from engine.worker.forward import logit_rows
 from engine.worker.graph_sizes import graph_sizes, mixed_sizes
-from engine.worker.step_counts import StepCounts, count_launches
+from engine.worker.step_counts import StepCounts, count_step
 from parallel.linear import ParallelLinear, PlainLinear
 
 
@@ -164,12 +165,10 @@ def footprint_of(config: EngineConfig, model: ModelConfig) -> Footprint:
         no_attention=no_attention,
         counts=StepCounts(),
     )
-    layers = built.layers
-    _shorten(built)
+    times = _shorten(built)
     graphs = 0 if no_attention or not built.supports_graphs else graph_bytes(config, built)
     found = replace(found, step_bytes=step_bytes(config, built), graph_bytes=graphs)
-    built.layers = layers
-    return replace(found, counts=_step_counts(config, built))
+    return replace(found, counts=_step_counts(config, built, times))
 
 
 def _products(layers: nn.Module) -> int:
@@ -201,27 +200,37 @@ def build_blueprint(config: EngineConfig, model: ModelConfig) -> CausalLM:
     with META:
         quantize(found.layers, found.layers_path, found.names, quantization)
         found.finish_loading()
+        kernels = MetaKernels()
         for layer in found.modules():
             if isinstance(layer, ParallelLinear) and isinstance(layer.method, QuantizedLinear):
                 layer.method.outline(layer)
-                layer.method.use_kernels(layer, MetaKernels(), PlainLinear)
-            elif isinstance(layer, Experts):
-                layer.use_kernels(MetaKernels())
+                layer.method.use_kernels(layer, kernels, PlainLinear)
+            elif isinstance(layer, Layer):
+                layer.kernels = kernels
+                if isinstance(layer, Experts):
+                    layer.use_kernels(kernels)
     return found.requires_grad_(False)
 
 
-def _shorten(model: CausalLM) -> None:
-    """Leave `LAYERS_RUN` of the layers that are alike, where the layers are ours."""
+def _shorten(model: CausalLM) -> dict[nn.Module, int]:
+    """Leave `LAYERS_RUN` of the layers that are alike, where the layers are ours.
+
+    Returns for how many layers each one stands that is left: the last of a kind for those that are not.
+    """
     if not isinstance(model, DecoderLM):
-        return
+        return {}
     seen: Counter[str] = Counter()
-    kept = []
+    last: dict[str, nn.Module] = {}
+    times: dict[nn.Module, int] = {}
     for layer in model.layers:
         kind = _kind(layer)
         seen[kind] += 1
         if seen[kind] <= LAYERS_RUN:
-            kept.append(layer)
-    model.layers = nn.ModuleList(kept)
+            times[layer], last[kind] = 1, layer
+        else:
+            times[last[kind]] += 1
+    model.layers = nn.ModuleList(times)
+    return times
 
 
 def _kind(layer: nn.Module) -> str:
@@ -269,21 +278,15 @@ def _hidden(config: EngineConfig, model: CausalLM, rows: int) -> Tensor:
     return torch.empty(rows, model.hidden_size, dtype=getattr(torch, config.dtype), device=META)
 
 
-def _step_counts(config: EngineConfig, model: CausalLM) -> StepCounts:
-    """Return what a step launches and sends; the model is of no use afterwards."""
-    group = model.group
+def _step_counts(config: EngineConfig, model: CausalLM, times: Mapping[nn.Module, int]) -> StepCounts:
+    """Return what a step launches and sends; the model is of no use afterwards. times: as of `_shorten`."""
 
     def run() -> None:
         _run_layers(model, config, COUNTED_TOKENS, nullcontext())
         model.own_logits(_hidden(config, model, 1))
 
-    before = (group.exchanges, group.sent_bytes) if isinstance(group, BlueprintGroup) else (0, 0)
     with torch.inference_mode():
-        launches = count_launches(model, MetaKernels(), run)
-    if not isinstance(group, BlueprintGroup):
-        return StepCounts(launches)
-    sent = (group.sent_bytes - before[1]) // COUNTED_TOKENS
-    return StepCounts(launches, group.exchanges - before[0], sent)
+        return count_step(model, MetaKernels(), run, COUNTED_TOKENS, times)
 
 
 def _layers_bytes(model: CausalLM, config: EngineConfig, num_tokens: int) -> int:
@@ -345,6 +348,14 @@ class BlueprintAttention(PagedAttention):
 
 class MetaKernels(TorchKernels):
     """Torch's operations, but where a GPU's kernel makes less on the way."""
+
+    @override
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return torch.empty_like(x)
+
+    @override
+    def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return torch.empty_like(residual)
 
     @override
     def quantise_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, cast
 
+from torch import nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from engine.kernels.base import Kernels
 from engine.layers.moe import Experts
+from engine.models.blueprint import BlueprintGroup
 from engine.models.causal_lm import CausalLM
 from engine.quantization.fp8 import Fp8Linear
 from parallel.linear import ParallelLinear
@@ -41,29 +43,33 @@ class StepCounts:
 
 
 class Launches(TorchDispatchMode):
-    """While entered, counts the operations that a GPU would launch kernels for, one for each."""
+    """While entered, counts the operations that a GPU would launch kernels for.
+
+    times: as how many each one counts from now on.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
+        self.times = 1
         self._inside = False
 
     @contextmanager
-    def as_one(self) -> Iterator[None]:
-        """Count all that happens inside as one: a kernel of ours does it."""
+    def as_kernels(self, number: int) -> Iterator[None]:
+        """Count all that happens inside as so many: kernels of ours do it."""
         before, self._inside = self._inside, True
         try:
             yield
         finally:
             self._inside = before
-            self.count += not before
+            self.count += 0 if before else number * self.times
 
     @override
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if not self._inside and _computes(func):
-            self.count += 1
+            self.count += self.times
         return func(*args, **(kwargs or {}))
 
 
@@ -75,11 +81,12 @@ def _computes(func: OpOverload) -> bool:
 
 
 class CountedCalls:
-    """What has all that `inner` has, each call of which counts as one launch."""
+    """What has all that `inner` has, each call of which counts as `number` launches."""
 
-    def __init__(self, inner: object, launches: Launches) -> None:
+    def __init__(self, inner: object, launches: Launches, number: int = 1) -> None:
         self._inner = inner
         self._launches = launches
+        self._number = number
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
@@ -88,29 +95,43 @@ class CountedCalls:
 
         @wraps(found)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with self._launches.as_one():
+            with self._launches.as_kernels(self._number):
                 return found(*args, **kwargs)
 
         return call
 
 
-def count_launches(model: CausalLM, kernels: Kernels, run: Callable[[], object]) -> int:
-    """Return what `run`, which computes a step of `model` in shapes, launches; the model is of no use afterwards.
+def count_step(
+    model: CausalLM, kernels: Kernels, run: Callable[[], object], tokens: int, times: Mapping[nn.Module, int]
+) -> StepCounts:
+    """Return what `run`, a step of so many tokens in shapes, launches and sends; the model is of no use afterwards.
 
     kernels: what a GPU computes with, in shapes. A product counts as one launch, however its weights are held, with
-    another one where activations are made fp8 first.
+    another one where activations are made fp8 first. times: as how many a layer counts that stands for others.
     """
-    launches = Launches()
-    counted: Any = CountedCalls(kernels, launches)
+    launches, group = Launches(), model.group
     for part in model.parts():
-        part.kernels = counted
+        part.kernels = cast("Any", CountedCalls(kernels, launches))
         if isinstance(part, Experts) and part.grouped is not None:
             up, down = part.grouped
             part.grouped = cast("Any", (CountedCalls(up, launches), CountedCalls(down, launches)))
-    made_fp8 = 0
-    for layer in [part for part in model.modules() if isinstance(part, ParallelLinear)]:
-        made_fp8 += isinstance(layer.method, Fp8Linear)
-        layer.method = cast("Any", CountedCalls(layer.method, launches))
+    for linear in [part for part in model.modules() if isinstance(part, ParallelLinear)]:
+        kernels_of_product = 2 if isinstance(linear.method, Fp8Linear) else 1
+        linear.method = cast("Any", CountedCalls(linear.method, launches, kernels_of_product))
+
+    def count_as(number: int) -> None:
+        launches.times = number
+        if isinstance(group, BlueprintGroup):
+            group.times = number
+
+    for layer, number in times.items():
+        layer.register_forward_pre_hook(lambda *_, number=number: count_as(number))
+        layer.register_forward_hook(lambda *_: count_as(1))
+    before = (group.exchanges, group.sent_bytes) if isinstance(group, BlueprintGroup) else (0, 0)
     with launches:
         run()
-    return launches.count + made_fp8 + ATTENTION * len(model.attention)
+    attending = ATTENTION * len(model.attention)
+    if not isinstance(group, BlueprintGroup):
+        return StepCounts(launches.count + attending)
+    sent = (group.sent_bytes - before[1]) // tokens
+    return StepCounts(launches.count + attending, group.exchanges - before[0], sent)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import logging
 import sys
 
 import pytest
@@ -14,7 +14,7 @@ from deploy.capacity.gpus import GPUS, gpu_named
 from deploy.capacity.load import Wanted
 from deploy.capacity.plan import plan_capacity
 from deploy.cli.terminal import GIB
-from deploy.main import explain
+from deploy.main import explain, main
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.models.config import ModelConfig
@@ -40,6 +40,25 @@ def folder(tmp_path):
         return str(tmp_path)
 
     return make
+
+
+@pytest.fixture
+def squadron(monkeypatch, capsys):
+    """Runs `squadron plan` in this process; returns its exit code and what it printed."""
+    logger = logging.getLogger("engine.kv.cache_size")
+    before = logger.level
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["squadron", "plan", *args])
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    yield run
+    logger.setLevel(before)
 
 
 def refusal(model, gpu, load=None, **settings):
@@ -202,14 +221,14 @@ def test_more_blocks_than_fit_are_refused_with_how_many_do(folder):
     assert plan_capacity(EngineConfig(model, num_kv_blocks=most), "L4", Wanted()).fit.num_blocks == most
 
 
-def test_a_cache_of_so_many_bytes_is_planned_whatever_share_of_the_gpu_may_be_used(folder):
+def test_a_cache_of_so_many_bytes_is_planned_whatever_share_of_the_gpu_may_be_used(folder, squadron):
     model, given = folder(LLAMA_8B), {"kv_cache_memory_bytes": 4 << 30}
     found = plan_capacity(EngineConfig(model, gpu_memory_utilization=0.01, **given), "H100", Wanted()).fit
     assert 0 <= (4 << 30) - found.kv_bytes < found.footprint.block_bytes
     assert found.allowed_bytes == GPUS["H100"].total_bytes
-    shown = squadron(model, "--gpu", "H100", "--kv-cache-memory-bytes", "4G", "--max-model-len", "32k")
-    assert "KV cache                   4.0 GiB  32,752 tokens" in shown.stdout, shown.stderr
-    assert "--gpu-memory-utilization" not in shown.stdout
+    _, shown, _ = squadron(model, "--gpu", "H100", "--kv-cache-memory-bytes", "4G", "--max-model-len", "32k")
+    assert "KV cache                   4.0 GiB  32,752 tokens" in shown
+    assert "--gpu-memory-utilization" not in shown
 
 
 def test_more_bytes_of_cache_than_are_left_are_refused_with_how_many_are(folder):
@@ -296,49 +315,38 @@ def test_the_engine_chooses_dtype_and_context_alike_without_a_gpu():
     assert (full.device, full.dtype, full.max_model_len) == ("cuda", "bfloat16", 131072)
 
 
-def squadron(*args):
-    code = "from deploy.main import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, "plan", *args], capture_output=True, text=True, timeout=60, check=False
-    )
-
-
-def test_the_command_prints_lines_or_json(folder):
+def test_the_command_prints_lines_or_json(folder, squadron):
     model = folder(LLAMA_8B)
-    shown = squadron(model, "--gpu", "h200", "--tp", "2", "--rps", "100", "--gpus-per-node", "1")
-    assert shown.returncode == 0, shown.stderr
-    assert "8.0 billion parameters, bfloat16, on 2 x H200" in shown.stdout
-    assert "100 requests/s need" in shown.stdout
-    assert "sums over InfiniBand NDR" in shown.stdout
-    plain = squadron(model, "--gpu", "H200", "--max-model-len", "8192", "-q", "fp8", "--json")
-    found = json.loads(plain.stdout)
+    code, shown, told = squadron(model, "--gpu", "h200", "--tp", "2", "--rps", "100", "--gpus-per-node", "1")
+    assert code == 0, told
+    assert "8.0 billion parameters, bfloat16, on 2 x H200" in shown
+    assert "100 requests/s need" in shown
+    assert "sums over InfiniBand NDR" in shown
+    found = json.loads(squadron(model, "--gpu", "H200", "--max-model-len", "8192", "-q", "fp8", "--json")[1])
     assert found["quantization"] == "fp8"
     assert found["max_model_len"] == 8192
     assert found["bytes"]["allowed"] >= sum(found["bytes"][part] for part in ("weights", "step", "other", "kv_cache"))
 
 
-def test_the_command_chooses_gpus_and_runs_the_peak(folder):
+def test_the_command_chooses_gpus_and_runs_the_peak(folder, squadron):
     model = folder(LLAMA_8B)
     prices = ("--gpu-prices", "H100=2.5,L4=0.7")
     load = ("--rps", "2", "--input-len", "64", "--output-len", "8", "--max-model-len", "4096")
-    shown = squadron(model, "--gpu", "auto", *prices, *load, "--simulate", "-tp", "1")
-    assert shown.returncode == 0, shown.stderr
-    first = shown.stdout.splitlines()
+    code, shown, told = squadron(model, "--gpu", "auto", *prices, *load, "--simulate", "-tp", "1")
+    assert code == 0, told
+    first = shown.splitlines()
     assert first[0] == "GPUs that bear the load, by price an hour"
     assert "1 x L4" in first[1]
-    assert "in virtual time: 300 requests" in shown.stdout
+    assert "in virtual time: 300 requests" in shown
     plain = squadron(model, "--gpu", "L4", *load, "--spare-replicas", "0", "--headroom", "0", "--json")
-    found = json.loads(plain.stdout)
+    found = json.loads(plain[1])
     assert (found["service"]["replicas"], found["rehearsal"], found["cost"]) == (1, None, None)
-    wrong = squadron(model, "--gpu", "L4", "--headroom", "1")
-    assert (wrong.returncode, wrong.stderr) == (
-        1,
-        "Error: --headroom must be from 0 and below 1 (0.2 is usual), not 1\n",
-    )
+    code, _, told = squadron(model, "--gpu", "L4", "--headroom", "1")
+    assert (code, told) == (1, "Error: --headroom must be from 0 and below 1 (0.2 is usual), not 1\n")
 
 
-def test_the_command_refuses_in_one_sentence_and_exit_code_1(folder):
-    shown = squadron(folder(LLAMA_70B), "--gpu", "L4")
-    assert (shown.returncode, shown.stdout) == (1, "")
-    assert shown.stderr.startswith("Error: of each L4 the weights take")
-    assert shown.stderr.count("\n") == 1
+def test_the_command_refuses_in_one_sentence_and_exit_code_1(folder, squadron):
+    code, shown, told = squadron(folder(LLAMA_70B), "--gpu", "L4")
+    assert (code, shown) == (1, "")
+    assert told.startswith("Error: of each L4 the weights take")
+    assert told.count("\n") == 1

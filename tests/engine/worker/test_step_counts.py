@@ -9,6 +9,7 @@ from engine.config import EngineConfig
 from engine.models.blueprint import META
 from engine.models.config import ModelConfig
 from engine.resolve import resolve_for
+from engine.worker import footprint
 from engine.worker.footprint import footprint_of
 from engine.worker.step_counts import Launches
 from tests.engine.worker.test_footprint import LLAMA_70B
@@ -31,6 +32,13 @@ MOE = LLAMA | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+WINDOWED = LLAMA | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "head_dim": 32,
+    "sliding_window": 64,
+    "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 4, "full_attention"],
+    "rms_norm_eps": 1e-6,
+}
 # Of a layer: two norms, four products, the gate; rotation with the store, attention over pieces of the keys, and over
 # the pieces.
 LAYER = 2 + 4 + 1 + 3
@@ -52,6 +60,19 @@ def test_weights_in_eight_or_four_bits_are_one_product_as_well_and_activations_i
     plain = counts(LLAMA).launches
     assert counts(LLAMA, quantization="int8").launches == counts(LLAMA, quantization="int4").launches == plain
     assert counts(LLAMA, quantization="fp8").launches == plain + 4 * 4
+
+
+def test_experts_read_weights_in_fp8_as_they_are():
+    """So that no more launches than those of attention's two products make activations fp8."""
+    assert counts(MOE, quantization="fp8").launches == counts(MOE).launches + 2 * 4
+
+
+@pytest.mark.parametrize("values", [LLAMA, MOE, WINDOWED], ids=["dense", "experts", "windows"])
+def test_layers_that_are_run_count_for_all_that_are_like_them(monkeypatch, values):
+    settings = {"tensor_parallel_size": 2, "quantization": "fp8"}
+    of_some = counts(values | {"num_hidden_layers": 7}, **settings)
+    monkeypatch.setattr(footprint, "LAYERS_RUN", 7)
+    assert counts(values | {"num_hidden_layers": 7}, **settings) == of_some
 
 
 def test_layers_of_transformers_launch_what_ours_do_where_they_are_recognised():
@@ -85,7 +106,7 @@ def test_views_and_empty_tensors_launch_nothing():
         x + 1
         x.mul_(2)
         assert seen.count == 2
-        with seen.as_one():
+        with seen.as_kernels(1):
             x + 1
             x + 2
         assert seen.count == 3
