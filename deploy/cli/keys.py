@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -37,6 +38,9 @@ def new(
     scrape: Annotated[
         bool, typer.Option("--scrape", help="The key reads all metrics at /metrics and /ready, and nothing else.")
     ] = False,
+    save_key: Annotated[
+        Path | None, typer.Option(help="A new file for the key itself, which is then not shown.", show_default=False)
+    ] = None,
 ) -> None:
     """Make a random key. stderr shows the key once; stdout gets its entry for the key file, with its hash only.
 
@@ -60,8 +64,22 @@ def new(
     except ConfigError as error:
         said = str(error).partition(": ")[2]  # without the line
         raise ConfigError(said, said.partition(" ")[0]) from None
-    print(f"The key, shown this once: {key}", file=sys.stderr)
+    if save_key is None:
+        print(f"The key, shown this once: {key}", file=sys.stderr)
+    else:
+        _save(key, save_key)
     print(text, end="")
+
+
+def _save(key: str, path: Path) -> None:
+    """Write a key to a file of the user's alone. Raises `ConfigError` where it is there or cannot be written."""
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            file.write(key)
+    except FileExistsError:
+        raise ConfigError(f"--save-key: {path} is there already; give a new file", "save_key") from None
+    except OSError as error:
+        raise ConfigError(f"--save-key: {path} cannot be written: {error.strerror}", "save_key") from error
 
 
 def with_key_file(app: AppConfig, local: bool) -> AppConfig:

@@ -8,7 +8,7 @@ import yaml
 from deploy.scale import main
 from tests.helm.api_server import served
 from tests.helm.kuberay import KubeRay
-from tests.helm.rendered import CHART, RELEASE, deployments_of
+from tests.helm.rendered import CHART, EXAMPLES, RELEASE, deployments_of
 
 FIRST = {
     "apiKeys": {"existingSecret": "llm-keys"},
@@ -122,6 +122,39 @@ def test_another_image_is_another_cluster_which_has_its_numbers(release, run_job
     assert kuberay.clusters == 2
     assert kuberay.pods() == {"gpu": 4}
     assert "nothing to do: cluster-2 has these numbers" in run_jobs(server, capsys)
+
+
+def test_the_release_of_the_guide_lives_through_its_second_day(release, run_jobs, capsys):
+    server, run = release
+    kuberay = KubeRay(server)
+    values = yaml.safe_load(EXAMPLES["production"].read_text())
+    embed = {"name": "embed", "accelerator": {"resource": "nvidia.com/gpu"}, "ranksPerPod": 1}
+    first, *others = values["models"]
+    days = [
+        (values, {"single": 2, "pair": 4, "front": 2}),
+        ({"app": {**values["app"], "routers": 4}}, {"single": 2, "pair": 4, "front": 4}),
+        (
+            {"models": [{**first, "min_replicas": 3, "max_replicas": 8}, *others]},
+            {"single": 3, "pair": 4, "front": 4},
+        ),
+        (
+            {
+                "models": [*values["models"], {"model": "BAAI/bge-m3", "workerGroup": "embed"}],
+                "workerGroups": [*values["workerGroups"], embed],
+            },
+            {"single": 2, "pair": 4, "front": 4, "embed": 1},
+        ),
+        (
+            {"models": values["models"], "workerGroups": [*values["workerGroups"], {**embed, "replicas": 0}]},
+            {"single": 2, "pair": 4, "front": 4, "embed": 0},
+        ),
+    ]
+    for number, (change, pods) in enumerate(days):
+        values = {**values, **change}
+        kuberay.reconcile(run("upgrade" if number else "install", values=values)[0])
+        run_jobs(server, capsys)
+        assert kuberay.pods() == pods
+    assert kuberay.clusters == 1
 
 
 def test_nothing_stays_of_a_release_but_its_models(release):

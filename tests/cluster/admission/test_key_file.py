@@ -297,6 +297,21 @@ def test_the_command_makes_a_key_and_an_entry_that_the_file_takes():
     assert key not in made.stdout
 
 
+def test_a_key_that_goes_into_a_file_is_its_owners_alone_and_not_shown(tmp_path):
+    path = tmp_path / "probe-key"
+    made = squadron("keys", "new", "--tenant", "probe", "--scrape", "--save-key", str(path))
+    assert (made.returncode, made.stderr) == (0, "")
+    assert KeyRing(parse_keys(made.stdout, "keys.yaml")).tenant_of(path.read_text()).name == "probe"
+    assert path.stat().st_mode & 0o777 == 0o600
+    key = path.read_text()
+    again = squadron("keys", "new", "--tenant", "probe", "--save-key", str(path))
+    assert (again.returncode, again.stdout) == (1, "")
+    assert again.stderr == f"Error: --save-key: {path} is there already; give a new file\n"
+    assert path.read_text() == key
+    nowhere = squadron("keys", "new", "--tenant", "probe", "--save-key", str(tmp_path / "no" / "key"))
+    assert "cannot be written: No such file or directory" in nowhere.stderr
+
+
 def test_the_command_refuses_what_the_file_would():
     wrong = squadron("keys", "new", "--tenant", "team a")
     assert (wrong.returncode, wrong.stdout) == (1, "")
