@@ -184,7 +184,8 @@ def _prompt_options(checked: GenerationFields, add_special_tokens: bool) -> Prom
             "truncate_prompt_tokens",
         )
     add = checked.add_special_tokens
-    return PromptOptions(keep, add_special_tokens if add is None else add)
+    keeps_beginning = checked.truncation_side == "right"
+    return PromptOptions(keep, add_special_tokens if add is None else add, keeps_beginning)
 
 
 def _structured(checked: GenerationFields, chat: ChatFields | None = None) -> tuple[StructuredOutput | None, str]:
