@@ -98,7 +98,7 @@ class InvocationsEndpoint(Responder):
         meant = next((one for name, one in self._endpoints.items() if fields.get(name) is not None), None)
         if meant is None:
             known = ", ".join(self._endpoints)
-            raise ApiError("missing_parameter", f"the body must have one of {known}", status=400)
+            raise ApiError("missing_required_parameter", f"the body must have one of {known}", status=400)
         if fields.get("model") is None:
             named = {**fields, "model": models.of(fields).model_id}
             body = await pool.run(len(body), lambda: json.encode(named), visit.tenant.name)

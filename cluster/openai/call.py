@@ -289,7 +289,7 @@ def _tool_call_id(message: Message, param: str, template: str) -> str:
     if message.tool_call_id is None:
         name = f"{param}.tool_call_id"
         raise InvalidRequestError(
-            f"{name} is missing: it names the call that this answers", name, "missing_parameter"
+            f"{name} is missing: it names the call that this answers", name, "missing_required_parameter"
         )
     return message.tool_call_id
 

@@ -175,7 +175,7 @@ def from_response_format(wanted: ResponseFormat) -> StructuredOutput | None:
     if wanted.type == "json_schema":
         if wanted.json_schema is None:
             param = "response_format.json_schema"
-            raise InvalidRequestError(f"{param} is missing", param, "missing_parameter")
+            raise InvalidRequestError(f"{param} is missing", param, "missing_required_parameter")
         return structured_output("json_schema", wanted.json_schema.schema_, "response_format.json_schema.schema")
     if wanted.json_schema is not None:
         param = "response_format.json_schema"

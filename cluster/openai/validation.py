@@ -400,7 +400,7 @@ def _type_error(error: ValidationError, schema: type[Fields]) -> InvalidRequestE
     param = _path(first["loc"])
     if first["type"] == "missing":
         hint = "; GET /v1/models tells which there is" if param == "model" else ""
-        return InvalidRequestError(f"{param} is missing{hint}", param, "missing_parameter")
+        return InvalidRequestError(f"{param} is missing{hint}", param, "missing_required_parameter")
     if first["type"] == "extra_forbidden":
         hint = _neighbours(first["loc"], schema)
         return InvalidRequestError(f"{param} is not supported; {hint}", param, "unknown_parameter")
