@@ -14,7 +14,7 @@ STATUS_BY_CODE = {
     "method_not_allowed": 405,
     "body_too_large": 413,
     "unsupported_media_type": 415,
-    "unauthorized": 401,
+    "invalid_api_key": 401,
     "forbidden_host": 403,
     "forbidden_origin": 403,
     "permission_denied": 403,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ["<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|system|>"]
@@ -35,6 +35,15 @@ def byte_level(vocab_size: int = 400) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXT, trainer)
+    return tokenizer
+
+
+def with_ends(tokenizer: Tokenizer) -> Tokenizer:
+    """Return it as one that puts special tokens around each text, as those of embedding models do."""
+    ends = [(token, tokenizer.token_to_id(token)) for token in SPECIAL[:2]]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{SPECIAL[0]} $A {SPECIAL[1]}", special_tokens=ends
+    )
     return tokenizer
 
 

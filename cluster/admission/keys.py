@@ -113,15 +113,15 @@ class KeyRing:
         return sorted({entry.tenant.name: entry.tenant for entry in self._entries.values()}.values(), key=_by_name)
 
     def tenant_of(self, key: str) -> Tenant:
-        """Return the tenant that holds `key`; raises `ApiError` (`unauthorized`) for an unknown or expired one."""
+        """Return the tenant that holds `key`; raises `ApiError` (`invalid_api_key`) for an unknown or expired one."""
         digest = hash_key(key)
         entry = self._entries.get(self._place(digest), self._nobody)
         if not hmac.compare_digest(entry.digest, digest):
-            found = "this API key is not known here" if key else "no API key was sent"
-            raise ApiError("unauthorized", f"{found}; give one as 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
+            found = "Incorrect API key provided: it is not known here" if key else "no API key was sent"
+            raise ApiError("invalid_api_key", f"{found}; give one as 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
         if entry.expires is not None and entry.expires <= self._clock():
             when = datetime.fromtimestamp(entry.expires, UTC).isoformat(timespec="seconds")
-            raise ApiError("unauthorized", f"this API key expired at {when}")
+            raise ApiError("invalid_api_key", f"this API key expired at {when}")
         return entry.tenant
 
     def holder(self, name: str) -> Tenant | None:

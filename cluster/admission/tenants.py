@@ -67,7 +67,7 @@ class Tenancy:
         return self._keys is not None
 
     def tenant_of(self, authorization: str) -> Tenant:
-        """Return who calls, from the value of `authorization` ("" = none); raises `ApiError` (`unauthorized`)."""
+        """Return who calls, from the value of `authorization` ("" = none); raises `ApiError` (`invalid_api_key`)."""
         if self._keys is None:
             return OPEN
         return self._keys.ring.tenant_of(bearer_key(authorization))

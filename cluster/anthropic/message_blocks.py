@@ -199,7 +199,7 @@ def _texts(param: str, content: Any, hints: Hints) -> list[str]:
         path = f"{param}[{i}]"
         if not isinstance(block, dict) or block.get("type") != "text":
             raise InvalidRequestError(
-                f"{path} must be a block of type 'text': this model reads no other input", path, "unsupported_value"
+                f"{path} must be a block of type 'text': this model reads text only", path, "unsupported_value"
             )
         _refuse_others(path, block, {"text"}, hints)
         text = _string(path, block, "text")
@@ -220,7 +220,7 @@ def _string(path: str, block: Block, name: str) -> str:
         return value
     param = f"{path}.{name}"
     if value is None:
-        raise InvalidRequestError(f"{param} is missing", param, "missing_parameter")
+        raise InvalidRequestError(f"{param} is missing", param, "missing_required_parameter")
     raise InvalidRequestError(f"{param} must be a string", param, "invalid_type")
 
 

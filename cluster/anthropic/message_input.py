@@ -134,7 +134,7 @@ def _tool_choice(choice: MessageToolChoice | None) -> dict[str, Any]:
         return {}
     param = "tool_choice.name"
     if choice.type == "tool" and choice.name is None:
-        raise InvalidRequestError(f"{param} is missing: it names the tool", param, "missing_parameter")
+        raise InvalidRequestError(f"{param} is missing: it names the tool", param, "missing_required_parameter")
     if choice.type != "tool" and choice.name is not None:
         raise InvalidRequestError(f"{param} is allowed only with type 'tool'", param)
     named = {"type": "function", "function": {"name": choice.name}}

@@ -24,7 +24,7 @@ from cluster.batch.server.store import Store
 from cluster.error_forms import COUNT_TOKENS, MESSAGES, error_of, form_of
 from cluster.errors import ApiError
 from cluster.http.batch_routes import BatchRoutes, FileRoutes
-from cluster.http.compat_routes import InvocationsEndpoint, ScoringEndpoint, compat_routes
+from cluster.http.compat_routes import NOT_HERE, InvocationsEndpoint, ScoringEndpoint, compat_routes
 from cluster.http.docs_page import openapi_page
 from cluster.http.drain_route import DrainNode, drain_route
 from cluster.http.endpoints import (
@@ -148,11 +148,12 @@ def _endpoint_routes(services: Services, kept: ResponseStore | None) -> list[Rou
         "prompt": generating["/v1/completions"],
         "input": embeddings,
     }
+    scores, ranks = ScoringEndpoint(services, score_call), ScoringEndpoint(services, rerank_call)
     endpoints: dict[str, ASGIApp] = {
         **{path: KeptEndpoint(one, services, path, kept) for path, one in generating.items()},
         "/v1/embeddings": embeddings,
-        "/v1/score": ScoringEndpoint(services, score_call),
-        "/v1/rerank": ScoringEndpoint(services, rerank_call),
+        **dict.fromkeys(("/v1/score", "/score"), scores),
+        **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"), ranks),
         "/invocations": InvocationsEndpoint(services, by_field),
         MESSAGES: MessagesEndpoint(services),
         COUNT_TOKENS: CountTokensEndpoint(services),
@@ -282,7 +283,9 @@ def _http_error(request: Request, error: Exception) -> Response:
         allowed = (error.headers or {}).get("Allow", "another method")
         message = f"{request.method} is not allowed here; use {allowed}"
         return _error(request, ApiError("method_not_allowed", message), dict(error.headers or {}))
-    message = f"there is nothing at {request.url.path[:200]!r}; /openapi.json lists what there is, /ui is a page"
+    path = request.url.path
+    instead = NOT_HERE.get(path.removeprefix("/v1"), "/openapi.json lists what there is, /ui is a page")
+    message = f"there is nothing at {path[:200]!r}; {instead}"
     return _error(request, ApiError("not_found", message, status=error.status_code))
 
 

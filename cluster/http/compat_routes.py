@@ -25,6 +25,27 @@ from cluster.openai.validation import parse_json
 from cluster.router.models import Models
 from engine.errors import InvalidRequestError
 
+# Routes of OpenAI's and vLLM's servers, below /v1 or not, and what serves instead.
+NOT_HERE: Mapping[str, str] = {
+    "/pooling": "use /v1/embeddings, whose pooling may be last or mean",
+    "/classify": "no model that classifies is served: ask for a choice, structured_outputs={'choice': [...]}",
+    "/audio/transcriptions": "models here read and write text only",
+    "/audio/translations": "models here read and write text only",
+    "/audio/speech": "models here read and write text only",
+    "/images/generations": "models here read and write text only",
+    "/images/edits": "models here read and write text only",
+    "/moderations": "no model that classifies is served",
+    "/realtime": "use /v1/chat/completions with stream=true",
+    "/assistants": "use /v1/responses",
+    "/threads": "use /v1/responses with previous_response_id",
+    "/conversations": "use /v1/responses with previous_response_id",
+    "/load_lora_adapter": "adapters are not supported",
+    "/unload_lora_adapter": "adapters are not supported",
+    "/reset_prefix_cache": "prefixes of changed weights are forgotten by POST /sleep and /wake_up",
+    "/start_profile": "use --otlp-traces-endpoint, /metrics and `squadron why`",
+    "/stop_profile": "use --otlp-traces-endpoint, /metrics and `squadron why`",
+    "/server_info": "use /ready, /version and `squadron status`",
+}
 PING, LOAD, TOKENIZER_INFO = "/ping", "/load", "/tokenizer_info"
 
 
@@ -77,7 +98,7 @@ class InvocationsEndpoint(Responder):
         meant = next((one for name, one in self._endpoints.items() if fields.get(name) is not None), None)
         if meant is None:
             known = ", ".join(self._endpoints)
-            raise ApiError("missing_parameter", f"the body must have one of {known}", status=400)
+            raise ApiError("missing_required_parameter", f"the body must have one of {known}", status=400)
         if fields.get("model") is None:
             named = {**fields, "model": models.of(fields).model_id}
             body = await pool.run(len(body), lambda: json.encode(named), visit.tenant.name)

@@ -108,7 +108,7 @@ class Gate:
             log: AnswerLog = state.setdefault(ANSWER_LOG, NoLog())
             visit = await self._visit(tenant, headers, trace, log) if scope["method"] == "POST" else None
         except ApiError as error:
-            asks = error.code == "unauthorized" and raw_path(scope) in PAGES
+            asks = error.code == "invalid_api_key" and raw_path(scope) in PAGES
             await _refuse(error, exchange, send_named, form_of(scope), [_ASK_THE_USER] if asks else [])
             return
         if visit is None:

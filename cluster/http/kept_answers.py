@@ -111,8 +111,8 @@ class KeptEndpoint(Responder):
     ) -> bytes:
         """Return the body with the input and the output of the previous response before its own input.
 
-        num_bytes: of the body. Raises `ApiError`: 404 where that response is not kept, 400 where it has not ended
-        well, 504 where it has not ended within the request's deadline.
+        num_bytes: of the body. Raises `ApiError`: 400 where that response is not kept, or has not ended well, 504
+        where it has not ended within the request's deadline.
         """
         name, param, tenant = fields["previous_response_id"], "previous_response_id", visit.tenant.name
         try:
@@ -122,7 +122,10 @@ class KeptEndpoint(Responder):
             raise deadline_exceeded(f"the request's deadline passed before its {param} was complete") from None
         except ApiError as error:
             error.param = param
-            raise
+            if error.code != "not_found":
+                raise
+            message = f"Previous {error.message[0].lower()}{error.message[1:]}"
+            raise ApiError("previous_response_not_found", message, param=param) from error  # as OpenAI says it
 
         def join() -> bytes:
             before, last = parse_json(head.body), json.decode(response or b"{}")

@@ -88,7 +88,7 @@ class UploadForm:
         if not self._ended:
             raise ApiError("invalid_multipart", "the body ends before its last boundary; send it whole")
         if self._draft is None or self.filename is None:
-            raise InvalidRequestError("file is missing: send a part of this name", FILE, "missing_parameter")
+            raise InvalidRequestError("file is missing: send a part of this name", FILE, "missing_required_parameter")
         if not self._draft.size:
             raise InvalidRequestError("file is empty: send one line for each request", FILE)
         return self.filename, self._draft

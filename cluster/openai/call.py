@@ -40,12 +40,13 @@ class Conversation:
 class PromptOptions:
     """How prompts become tokens.
 
-    truncate: keep that many tokens from the end, -1 = as many as fit; None = refuse what is too long.
-    add_special_tokens: whether the tokenizer adds its own.
+    truncate: keep that many tokens, -1 = as many as fit; None = refuse what is too long. keeps_beginning: which of
+    them, the first ones or the last. add_special_tokens: whether the tokenizer adds its own.
     """
 
     truncate: int | None = None
     add_special_tokens: bool = True
+    keeps_beginning: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,8 @@ def _truncated(ids: list[int], call: Call, model: ServedModel) -> list[int]:
     keep = call.prompt_options.truncate
     if keep is None:
         return ids
-    return ids[-(max(model.longest_sequence - _wanted(call.params), 1) if keep == -1 else keep) :]
+    room = max(model.longest_sequence - _wanted(call.params), 1) if keep == -1 else keep
+    return ids[:room] if call.prompt_options.keeps_beginning else ids[-room:]
 
 
 def _check_ids(params: SamplingParams, vocab_size: int) -> None:
@@ -287,7 +289,7 @@ def _tool_call_id(message: Message, param: str, template: str) -> str:
     if message.tool_call_id is None:
         name = f"{param}.tool_call_id"
         raise InvalidRequestError(
-            f"{name} is missing: it names the call that this answers", name, "missing_parameter"
+            f"{name} is missing: it names the call that this answers", name, "missing_required_parameter"
         )
     return message.tool_call_id
 

@@ -39,9 +39,11 @@ _KINDS = "must be a string, a list of strings, a list of token ids, or a list of
 REFUSED_EMBEDDING: Mapping[str, Refusal] = {
     **SENT_ANYWHERE,
     "normalize": Refusal((True,), "embeddings always have length 1"),
-    "truncate_prompt_tokens": Refusal((), "cut the input yourself: what is left out changes its meaning"),
     "messages": Refusal((), "render them with the chat template and send the text as input"),
 }
+TruncationSide = Literal["left", "right"]
+TRUNCATION = "keep so many tokens of each text, its special ones included; -1: as many as can be embedded"
+SIDE = "right: what is beyond them is left out (the default); left: what is before"
 MAX_AT_ONCE = 64  # inputs of one call that run at a time: one call must not fill the queues of all replicas
 MANY_NUMBERS = 32_768
 _NOTHING = SamplingParams(max_tokens=1)
@@ -85,6 +87,8 @@ class EmbeddingFields(Fields):
         "smaller runs earlier; where the server does not schedule by priority, only 0", -_MAX, _MAX, default=0
     )
     cache_salt: str | None = note("only requests with the same salt share cached prefixes; at most 256 bytes")
+    truncate_prompt_tokens: int | None = note(TRUNCATION, -1, _MAX)
+    truncation_side: TruncationSide | None = note(SIDE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,13 +230,46 @@ def _token_ids(text: Prompt, param: str, checked: EmbeddingFields, model: Served
             )
     if not ids:
         raise InvalidRequestError(f"{param} is empty: it must give at least one token", param)
+    keep = _kept(checked.truncate_prompt_tokens, model)
+    if keep is not None and len(ids) > keep:
+        return _truncated(ids, text, keep, checked, model)
     if len(ids) >= model.longest_sequence:
         words = context_words(model.longest_sequence, model.longest_sequence < model.max_model_len)
         raise PromptTooLongError(
-            f"{words}{param} has {len(ids)} tokens; at most {model.longest_sequence - 1} can be embedded: split it",
+            f"{words}{param} has {len(ids)} tokens; at most {model.longest_sequence - 1} can be embedded: split it, "
+            "or send truncate_prompt_tokens -1",
             param,
         )
     return tuple(ids)
+
+
+def _kept(asked: int | None, model: ServedModel) -> int | None:
+    """Return how many tokens of each text are kept at most, None = all; raises `InvalidRequestError`."""
+    most = model.longest_sequence - 1
+    if asked is None or asked == -1:
+        return None if asked is None else most
+    if not 1 <= asked <= most:
+        message = f"truncate_prompt_tokens must be between 1 and {most}, or -1 for as many as can be, not {asked}"
+        raise InvalidRequestError(message, "truncate_prompt_tokens")
+    return asked
+
+
+def _truncated(
+    ids: Sequence[int], text: Prompt, keep: int, checked: EmbeddingFields, model: ServedModel
+) -> tuple[int, ...]:
+    """Return `keep` of the ids: of a text those that the tokenizer adds stay, as the last may be what is pooled."""
+    before: Sequence[int] = ()
+    after: Sequence[int] = ()
+    if isinstance(text, str) and checked.add_special_tokens:
+        own = model.tokenizer.encode(text, add_special_tokens=False)
+        added = len(ids) - len(own)
+        for place in range(added + 1):
+            if list(ids[place : place + len(own)]) == list(own) and added < keep:
+                before, ids, after = ids[:place], own, ids[place + len(own) :]
+                break
+    room = keep - len(before) - len(after)
+    kept = ids[-room:] if checked.truncation_side == "left" else ids[:room]
+    return (*before, *kept, *after)
 
 
 def _check_dimensions(dimensions: int | None, model: ServedModel) -> None:

@@ -239,7 +239,9 @@ def _part_text(part: Any, hints: Hints) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind != "text" or not isinstance(part.get("text"), str):
         raise PydanticCustomError(
-            "content_part", "must hold parts of type 'text' only: this model reads no other input"
+            "content_part",
+            "must hold parts of type 'text' only{instead}: this model reads text only",
+            {"instead": f", and {kind[:40]!r} is not supported" if isinstance(kind, str) and kind != "text" else ""},
         )
     for more, value in part.items():
         if more in ("type", "text") or value is None:

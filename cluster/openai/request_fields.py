@@ -175,7 +175,7 @@ def from_response_format(wanted: ResponseFormat) -> StructuredOutput | None:
     if wanted.type == "json_schema":
         if wanted.json_schema is None:
             param = "response_format.json_schema"
-            raise InvalidRequestError(f"{param} is missing", param, "missing_parameter")
+            raise InvalidRequestError(f"{param} is missing", param, "missing_required_parameter")
         return structured_output("json_schema", wanted.json_schema.schema_, "response_format.json_schema.schema")
     if wanted.json_schema is not None:
         param = "response_format.json_schema"
@@ -263,7 +263,10 @@ class GenerationFields(Fields):
     )
     regex: str | None = note("as structured_outputs={'regex': ...}")
     ebnf: str | None = note("as structured_outputs={'grammar': ...}")
-    truncate_prompt_tokens: int | None = note("keep the last k tokens of the prompt; -1: as many as fit", -1, _MAX)
+    truncate_prompt_tokens: int | None = note("keep k tokens of the prompt; -1: as many as fit", -1, _MAX)
+    truncation_side: Literal["left", "right"] | None = note(
+        "left: the beginning is left out (the default); right: the end"
+    )
     add_special_tokens: bool | None = note("whether the tokenizer adds its own (BOS); default true, in chats false")
     stream: bool = note("server-sent events", default=False)
     stream_options: StreamOptions | None = note("include_usage, continuous_usage_stats; only with stream")
@@ -285,7 +288,9 @@ class CompletionFields(GenerationFields):
 
     prompt: Prompts = Field(description="a text, token ids, or up to 128 of either")
     logprobs: int | None = note(
-        "0 to 20 best of each token, more with --max-logprobs; -1: all of the vocabulary, where that is allowed", -1
+        "0 to 20 best of each token, more with --max-logprobs; -1: all of the vocabulary, where that is allowed",
+        -1,
+        _MAX,
     )
     echo: bool = note("the prompt comes before the output, with logprobs its own; max_tokens may be 0", default=False)
 
@@ -295,7 +300,7 @@ class ChatFields(GenerationFields):
 
     messages: Messages = Field(description="roles system, developer, user, assistant, tool; text content only")
     logprobs: bool = note("log-probabilities of the output tokens", default=False)
-    top_logprobs: int | None = note("as logprobs of completions; only with logprobs", -1)
+    top_logprobs: int | None = note("as logprobs of completions; only with logprobs", -1, _MAX)
     max_completion_tokens: int | None = note("at most that many tokens of output", 1, _MAX)
     response_format: ResponseFormat | None = note(
         "text, json_object, json_schema (enforced, strict or not) of an answer that is no call; json needs the extra "

@@ -167,7 +167,7 @@ class ResponseFields(Fields):
     include: Annotated[list[Includable], Field(fail_fast=True)] | None = note(
         "message.output_text.logprobs: log-probabilities of the text"
     )
-    top_logprobs: int | None = note("0 to 20, more with --max-logprobs; only with include", -1)
+    top_logprobs: int | None = note("0 to 20, more with --max-logprobs; only with include", -1, _MAX)
     stream: bool = note("server-sent events", default=False)
     stream_options: ResponseStreamOptions | None = note("only with stream, whose last event tells the usage anyway")
     background: bool | None = note(

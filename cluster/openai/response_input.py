@@ -165,7 +165,7 @@ def _format(wanted: TextFormat | None) -> dict[str, Any] | None:
         for name in ("name", "schema"):
             if name not in labels:
                 param = f"text.format.{name}"
-                raise InvalidRequestError(f"{param} is missing", param, "missing_parameter")
+                raise InvalidRequestError(f"{param} is missing", param, "missing_required_parameter")
         return {"type": wanted.type, "json_schema": labels}
     if labels:
         param = f"text.format.{next(iter(labels))}"
@@ -287,8 +287,9 @@ def _text(param: str, content: Any, hints: Hints) -> str | list[dict[str, str]]:
 def _part(param: str, part: Any, hints: Hints) -> dict[str, str]:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in _TEXTS or not isinstance(part.get("text"), str):
+        sent = f", not {kind[:40]!r}" if isinstance(kind, str) and kind not in _TEXTS else ""
         raise InvalidRequestError(
-            f"{param} must be a part of type 'input_text' or 'output_text': this model reads no other input", param
+            f"{param} must be a part of type 'input_text' or 'output_text'{sent}: this model reads text only", param
         )
     # The last two come with parts that were outputs.
     _refuse_others(param, part, {"text", "annotations", "logprobs"}, hints)
@@ -301,7 +302,7 @@ def _string(origin: str, item: Mapping[str, Any], name: str) -> str:
         return value
     param = f"{origin}.{name}"
     if value is None:
-        raise InvalidRequestError(f"{param} is missing", param, "missing_parameter")
+        raise InvalidRequestError(f"{param} is missing", param, "missing_required_parameter")
     raise InvalidRequestError(f"{param} must be a string", param, "invalid_type")
 
 

@@ -16,7 +16,7 @@ from msgspec import json
 from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from cluster.openai.embeddings import REFUSED_EMBEDDING, EmbeddingCall, Vector, embedding_call
+from cluster.openai.embeddings import SIDE, TRUNCATION, EmbeddingCall, TruncationSide, Vector, embedding_call
 from cluster.openai.fields import Fields, Hints, Label, note
 from cluster.openai.refusals import Refusal
 from cluster.openai.served_model import ServedModel
@@ -27,7 +27,7 @@ from engine.request import Pooling
 _MAX = 2**31 - 1
 MAX_TEXTS = 2047  # beside a query; source: what embeddings take at once
 _INPUT = re.compile(r"input(?:\[(\d+)\])?")
-_EMBEDDED = ("model", "pooling", "priority", "cache_salt")
+_EMBEDDED = ("model", "pooling", "priority", "cache_salt", "truncate_prompt_tokens", "truncation_side")
 
 
 def _texts(value: Any) -> list[str]:
@@ -57,6 +57,8 @@ class PairFields(Fields):
         "smaller runs earlier; where the server does not schedule by priority, only 0", -_MAX, _MAX, default=0
     )
     cache_salt: str | None = note("only requests with the same salt share cached prefixes; at most 256 bytes")
+    truncate_prompt_tokens: int | None = note(TRUNCATION, -1, _MAX)
+    truncation_side: TruncationSide | None = note(SIDE)
 
 
 class ScoreFields(PairFields):
@@ -76,7 +78,6 @@ class RerankFields(PairFields):
 
 
 REFUSED_SCORE: Mapping[str, Refusal] = {
-    "truncate_prompt_tokens": REFUSED_EMBEDDING["truncate_prompt_tokens"],
     "activation": Refusal((), "scores are cosines, from -1 to 1"),
     "use_activation": Refusal((), "scores are cosines, from -1 to 1"),
 }

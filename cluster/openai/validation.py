@@ -184,7 +184,8 @@ def _prompt_options(checked: GenerationFields, add_special_tokens: bool) -> Prom
             "truncate_prompt_tokens",
         )
     add = checked.add_special_tokens
-    return PromptOptions(keep, add_special_tokens if add is None else add)
+    keeps_beginning = checked.truncation_side == "right"
+    return PromptOptions(keep, add_special_tokens if add is None else add, keeps_beginning)
 
 
 def _structured(checked: GenerationFields, chat: ChatFields | None = None) -> tuple[StructuredOutput | None, str]:
@@ -399,7 +400,7 @@ def _type_error(error: ValidationError, schema: type[Fields]) -> InvalidRequestE
     param = _path(first["loc"])
     if first["type"] == "missing":
         hint = "; GET /v1/models tells which there is" if param == "model" else ""
-        return InvalidRequestError(f"{param} is missing{hint}", param, "missing_parameter")
+        return InvalidRequestError(f"{param} is missing{hint}", param, "missing_required_parameter")
     if first["type"] == "extra_forbidden":
         hint = _neighbours(first["loc"], schema)
         return InvalidRequestError(f"{param} is not supported; {hint}", param, "unknown_parameter")

@@ -319,7 +319,7 @@ def key_reused() -> ApiError:
 def not_kept(name: str, retention: float) -> ApiError:
     """Return the error of an answer that nobody keeps, or that is another tenant's."""
     message = (
-        f"no response {name[:100]!r} is kept here: it was not stored, was deleted, or ended more than "
-        f"{retention:g} s ago (--response-retention)"
+        f"Response with id {name[:100]!r} not found: it was not stored, was deleted, or ended more than "
+        f"{retention:g} s ago (--response-retention)"  # OpenAI's and vLLM's first words, which clients look for
     )
     return ApiError("not_found", message, param="response_id")

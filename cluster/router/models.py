@@ -95,7 +95,9 @@ class Models:
             return self.named(name)
         if name is None and len(self._fronts) > 1:
             known = ", ".join(self.names)
-            raise InvalidRequestError(f"model is missing; this server has {known}", "model", "missing_parameter")
+            raise InvalidRequestError(
+                f"model is missing; this server has {known}", "model", "missing_required_parameter"
+            )
         return self._fronts[0]
 
 

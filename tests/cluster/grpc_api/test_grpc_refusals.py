@@ -236,7 +236,7 @@ async def test_each_method_but_health_needs_a_key(model):
         for name, call in calls.items():
             for key in ({}, bearing("wrong"), {"metadata": [("authorization", "team")]}):
                 refusal = await refusal_of(call(**key))
-                assert (refusal.status, refusal.code) == (grpc.StatusCode.UNAUTHENTICATED, "unauthorized"), name
+                assert (refusal.status, refusal.code) == (grpc.StatusCode.UNAUTHENTICATED, "invalid_api_key"), name
         assert (await stub.Health(pb.HealthRequest())).ready
         assert (await gathered(calls["Generate"](**bearing("team")))).text == "fine"
         assert not source.requests[1:], "a call without a key reached the source"

@@ -70,7 +70,7 @@ async def test_documents_are_sorted_by_how_alike_they_are(model):
         ("/v1/rerank", {"query": "a", "documents": ["a", "b " * 300]}, "documents[1]"),
         ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
         ("/v1/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n"),
-        ("/v1/rerank", {"query": "a", "documents": ["a"], "truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
+        ("/v1/rerank", {"query": "a", "documents": ["a"], "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ],
 )
 async def test_the_first_wrong_field_is_named(model, path, body, param):
@@ -144,3 +144,18 @@ async def test_the_page_of_the_document_runs_and_loads_nothing(model):
         assert f"<code>{path}</code>" in page.text
     for name in document["components"]["schemas"]["ChatFields"]["properties"]:
         assert f"<code>{name}</code>" in page.text
+
+
+@pytest.mark.parametrize("path", ["/score", "/rerank", "/v2/rerank"])
+async def test_scores_and_ranks_go_by_all_their_names(model, path):
+    body = {"query": "a", "documents": ["a b"]} if "rerank" in path else {"text_1": "a", "text_2": "a b"}
+    answer = await post(Pools(), model, path, **body, truncate_prompt_tokens=1)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["total_tokens"] == 2
+
+
+@pytest.mark.parametrize(("path", "words"), [("/pooling", "/v1/embeddings"), ("/v1/audio/speech", "text only")])
+async def test_what_is_elsewhere_is_not_here_by_name(model, path, words):
+    answer = await post(Pools(), model, path, input="a")
+    assert answer.status_code == 404
+    assert words in answer.json()["error"]["message"]

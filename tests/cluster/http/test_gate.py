@@ -138,7 +138,7 @@ async def test_an_expired_key_is_told_so(model):
     source = saying(model, "ok")
     async with client_for(app_for(source, model, tenancy=tenancy_for())) as client:
         answer = await ask(client, "sk-old")
-    assert answer.json()["error"]["code"] == "unauthorized"
+    assert answer.json()["error"]["code"] == "invalid_api_key"
     assert "expired at 2001-01-01" in answer.json()["error"]["message"]
 
 

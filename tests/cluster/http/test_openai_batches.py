@@ -123,14 +123,14 @@ async def test_whoever_waits_is_told_of_a_new_batch_once_it_is_kept(model, tmp_p
 
 
 WRONG = [
-    ({"input_file_id": None}, 400, "missing_parameter", "input_file_id"),
+    ({"input_file_id": None}, 400, "missing_required_parameter", "input_file_id"),
     ({"input_file_id": 7}, 400, "invalid_type", "input_file_id"),
     ({"input_file_id": "../../x"}, 404, "not_found", "input_file_id"),
     ({"input_file_id": "file-" + "0" * 32}, 404, "not_found", "input_file_id"),
     ({"endpoint": "/v1/responses"}, 400, "invalid_type", "endpoint"),
-    ({"endpoint": None}, 400, "missing_parameter", "endpoint"),
+    ({"endpoint": None}, 400, "missing_required_parameter", "endpoint"),
     ({"completion_window": "1h"}, 400, "invalid_type", "completion_window"),
-    ({"completion_window": None}, 400, "missing_parameter", "completion_window"),
+    ({"completion_window": None}, 400, "missing_required_parameter", "completion_window"),
     (
         {"output_expires_after": {"anchor": "created_at", "seconds": 9}},
         400,

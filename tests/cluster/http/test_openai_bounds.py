@@ -34,7 +34,7 @@ BOUNDS = {
     "max_completion_tokens": (1, 2**31 - 1, True),
 }
 CHAT_ONLY = {"top_logprobs", "max_completion_tokens"}
-ALSO = {"truncate_prompt_tokens": {-1}}
+ALSO = {"truncate_prompt_tokens": {-1}}  # logprobs -1 is refused where the server tells fewer
 LENGTHS = {"max_tokens", "max_completion_tokens"}  # what the context has no room for is told of the prompt
 WRONG = ["5", "", True, False, [], {}, [1], {"a": 1}, math.nan, INF, -INF, 10**400, -(10**400), 10**30, 1e308, -1e308]
 

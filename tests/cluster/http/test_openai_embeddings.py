@@ -23,6 +23,8 @@ from cluster.telemetry.metrics import Metrics
 from cluster.token_source import TokenChunk
 from engine.errors import ConfigError, PromptTooLongError
 from engine.request import Pooling
+from engine.text.tokenizer import Tokenizer
+from tests import tiny_tokenizer
 from tests.openai_app import MODEL, app_for, client_for, served_model, serving
 
 
@@ -149,7 +151,9 @@ BAD = [
     ({"input": "a", "dimensions": 2}, "dimensions"),
     ({"input": "a", "pooling": "cls"}, "pooling"),
     ({"input": "a", "normalize": False}, "normalize"),
-    ({"input": "a", "truncate_prompt_tokens": 4}, "truncate_prompt_tokens"),
+    ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"input": "a", "truncate_prompt_tokens": 10**6}, "truncate_prompt_tokens"),
+    ({"input": "a", "truncation_side": "middle"}, "truncation_side"),
     ({"input": "a", "messages": []}, "messages"),
     ({"input": "a", "cache_salt": "x" * 300}, "cache_salt"),
     ({"input": "a", "priority": 2**40}, "priority"),
@@ -255,3 +259,42 @@ def test_the_settings_poolings_are_the_engines():
 )
 def test_a_checkpoint_says_to_what_its_vectors_may_be_cut(config, sizes):
     assert matryoshka_of(config) == sizes
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept"),
+    [
+        ({"truncate_prompt_tokens": 4}, slice(0, 4)),
+        ({"truncate_prompt_tokens": 4, "truncation_side": "right"}, slice(0, 4)),
+        ({"truncate_prompt_tokens": 4, "truncation_side": "left"}, slice(-4, None)),
+        ({"truncate_prompt_tokens": 200}, slice(None)),
+        ({"truncate_prompt_tokens": -1}, slice(None)),
+    ],
+)
+async def test_inputs_are_cut_where_that_is_asked_for(model, asked, kept):
+    ids = list(range(5, 25))
+    source = Pools()
+    answer = await post(source, model, input=ids, **asked)
+    assert answer.status_code == 200, answer.text
+    assert list(source.requests[0].prompt_token_ids) == ids[kept]
+    assert answer.json()["usage"]["prompt_tokens"] == len(ids[kept])
+
+
+async def test_minus_one_keeps_as_many_as_can_be_embedded(model):
+    source, ids = Pools(), [5] * (2 * model.max_model_len)
+    assert (await post(source, model, input=ids)).status_code == 400
+    assert (await post(source, model, input=ids, truncate_prompt_tokens=-1)).status_code == 200
+    assert len(source.requests[0].prompt_token_ids) == model.max_model_len - 1
+
+
+async def test_what_the_tokenizer_adds_stays_where_a_text_is_cut(tmp_path):
+    """The state of the last token is what is pooled: of models that end each text with one of their own, that one."""
+    folder = tiny_tokenizer.save(tiny_tokenizer.with_ends(tiny_tokenizer.byte_level()), tmp_path)
+    tokenizer = Tokenizer(str(folder))
+    model = replace(served_model(tmp_path), tokenizer=tokenizer)
+    whole, own = tokenizer.encode("hello world"), tokenizer.encode("hello world", add_special_tokens=False)
+    assert whole[1:-1] == own, "the tokenizer adds something at both ends"
+    for side, text in (("right", own[:3]), ("left", own[-3:])):
+        source = Pools()
+        await post(source, model, input="hello world", truncate_prompt_tokens=5, truncation_side=side)
+        assert list(source.requests[0].prompt_token_ids) == [whole[0], *text, whole[-1]]

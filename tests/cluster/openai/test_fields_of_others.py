@@ -85,8 +85,8 @@ async def test_formats_of_sglang_reach_the_engine(model, where, fields, wanted):
         ({"regex": "a", "structured_outputs": {"regex": "a"}}, "regex", "regex and structured_outputs"),
         ({"regex": ""}, "regex", "must not be empty"),
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "the best 20 at most"),
-        ({"prompt_logprobs": -1}, "prompt_logprobs", "the best 20 at most"),
-        ({"logprob_token_ids": [1]}, "logprob_token_ids", "use logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs", "the best 20 of each token"),
+        ({"logprob_token_ids": [1]}, "logprob_token_ids", "only with logprobs=true"),
         ({"thinking_token_budget": 10}, "thinking_token_budget", "needs a server with --reasoning-parser"),
     ],
 )

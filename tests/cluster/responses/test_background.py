@@ -169,7 +169,7 @@ async def test_it_is_deleted_while_it_runs(model):
         assert gone.json() == {"id": name, "object": "response", "deleted": True}
         for again in (client.get, client.delete):
             answer = await again(f"/v1/responses/{name}")
-            assert answer.status_code == 404
+            assert answer.status_code == 400
             assert answer.json()["error"]["code"] == "not_found"
     assert source.closed == [name]
 
@@ -217,7 +217,7 @@ async def test_one_that_is_kept_for_its_key_alone_is_not_found(model):
         for again in (client.get(path), client.delete(path), client.post(f"{path}/cancel")):
             assert (await again).status_code == 404
         more = {"model": MODEL, "input": "more", "previous_response_id": first["id"]}
-        assert (await client.post("/v1/responses", json=more)).status_code == 404
+        assert (await client.post("/v1/responses", json=more)).status_code == 400
         assert (await client.post("/v1/responses", json=body, headers=key)).json() == first
     assert len(source.requests) == 1
 

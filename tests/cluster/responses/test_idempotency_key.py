@@ -183,7 +183,7 @@ async def test_a_stream_is_gone_on_with_when_its_previous_response_is_gone(model
         rest = await client.post("/v1/responses", json=body, headers=KEY | {"last-event-id": "3"})
         assert rest.text == after(whole, 3)
         other = await client.post("/v1/responses", json=body, headers={"idempotency-key": "two"})
-        assert other.status_code == 404
+        assert other.status_code == 400
     assert len(source.requests) == 2
 
 

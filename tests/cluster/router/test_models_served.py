@@ -130,8 +130,8 @@ POSTS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embedd
     ("body", "status", "code"),
     [
         ({"model": "gamma"}, 404, "model_not_found"),
-        ({}, 400, "missing_parameter"),
-        ({"model": None}, 400, "missing_parameter"),
+        ({}, 400, "missing_required_parameter"),
+        ({"model": None}, 400, "missing_required_parameter"),
     ],
 )
 async def test_another_model_or_none_is_refused_with_the_names_there_are(models, path, body, status, code):

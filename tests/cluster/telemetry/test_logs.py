@@ -223,7 +223,7 @@ async def test_lines_of_a_request_bear_its_ids_and_its_trace(model, lines):
     assert first["request_id"] == refused.json()["error"]["request_id"]
     assert (first["client_id"], first["model"], first["tenant"]) == ("mine", MODEL, "default")
     assert first["code"] == refused.json()["error"]["code"]
-    assert second["code"] == "unauthorized"
+    assert second["code"] == "invalid_api_key"
     assert {first["trace_id"], second["trace_id"]} == {TRACE}
     assert first["router"] == "r"
 

@@ -37,7 +37,7 @@ def model(tmp_path_factory):
     [
         ({"max_tokens": "many"}, {}, 400, "invalid_type"),
         ({"model": "other"}, {}, 404, "model_not_found"),
-        ({}, {"authorization": "Bearer wrong"}, 401, "unauthorized"),
+        ({}, {"authorization": "Bearer wrong"}, 401, "invalid_api_key"),
     ],
 )
 async def test_refused_calls_carry_their_code_and_are_no_faults(model, changes, headers, status, code):
@@ -162,6 +162,6 @@ async def test_call_without_a_key_is_traced_at_both_ingresses(model):
     assert over_grpc.attributes[names.RPC_RESPONSE_STATUS_CODE] == refusal.status.name == "UNAUTHENTICATED"
     assert trailing["traceresponse"] == f"00-{TRACE}-{over_grpc.context.span_id:016x}-01"
     for span in (over_http, over_grpc):
-        assert span.attributes[names.ERROR_TYPE] == "unauthorized"
+        assert span.attributes[names.ERROR_TYPE] == "invalid_api_key"
         assert span.status.status_code is not StatusCode.ERROR
     assert len(lab.spans.all()) == 2, "methods that do not exist are not traced"
