@@ -85,5 +85,6 @@ HTTP_OPERATIONS: Mapping[str, str] = {
     "/v1/embeddings": EMBEDDINGS,
     "/v1/score": EMBEDDINGS,
     "/v1/rerank": EMBEDDINGS,
+    "/invocations": CHAT,  # until it is known what its body is for
 }
 RPC_OPERATIONS: Mapping[str, str] = {"Chat": CHAT, "Generate": TEXT_COMPLETION, "Embed": EMBEDDINGS}

@@ -140,6 +140,14 @@ async def test_what_it_does_not_go_with_is_refused(model, fields):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_token_budget")
 
 
+async def test_beside_structured_output_it_is_a_hint(model):
+    fields = {"thinking_token_budget": 12, "response_format": {"type": "json_object"}}
+    answer = await asked(thinking_source(model), model, **fields)
+    assert (answer.status_code, answer.headers["x-squadron-ignored"]) == (200, "thinking_token_budget")
+    refused = await asked(thinking_source(model), replace(model, strict_fields=True), **fields)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "thinking_token_budget")
+
+
 @pytest.mark.parametrize("budget", [-1, 2**40, 1.5, "12"])
 async def test_budgets_that_are_none_are_refused_by_name(model, budget):
     answer = await asked(thinking_source(model), model, thinking_token_budget=budget)
