@@ -53,7 +53,7 @@ OPENAI_FORM, MESSAGES_FORM = ErrorForm(), MessagesForm()
 def form_of(scope: Mapping[str, Any]) -> ErrorForm:
     """Return the form in which the route of a request (ASGI) gives its errors."""
     path = scope["path"].removeprefix(scope.get("root_path", ""))
-    return MESSAGES_FORM if path in (MESSAGES, COUNT_TOKENS) else OPENAI_FORM
+    return MESSAGES_FORM if path == MESSAGES or path.startswith(f"{MESSAGES}/") else OPENAI_FORM
 
 
 def error_of(error: ApiError) -> dict[str, Any]:

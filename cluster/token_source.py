@@ -48,7 +48,7 @@ class CallContext:
     waited: seconds that it has stood in line before it was handed on. patience: seconds that it may still wait where
     no replica is there; None = as long as any new request may. fingerprint: of the model that alone may run it, as
     replicas report theirs; None = any that is there. continues: whether it came already, by way of a router that is
-    lost: with a log of its tokens it waits in no line. trace: of the call, None where it is not traced.
+    lost. trace: of the call, None where it is not traced.
     on_begin: called once a replica computes something for it, perhaps more than once.
     on_end: called once the request needs no replica any more, though what it brought may still wait to be taken;
     perhaps more than once.

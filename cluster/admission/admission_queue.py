@@ -190,7 +190,7 @@ class AdmissionQueue:
         await self._until_called(queued, queued.called)
 
     def go_on(self, queued: QueuedRequest) -> None:
-        """Let in a request that was in already, by way of a router that is lost; it must `leave` afterwards."""
+        """Let in a request that comes with tokens, so it was in already; it must `leave` afterwards."""
         queued.work = queued.prompt + self._lengths.of(queued.request, queued.sequences)
         self._inflight.enter(queued)
 
@@ -358,7 +358,7 @@ class QueuedStream:
             raise StopAsyncIteration
         queue, queued = self._queue, self._queued
         try:
-            if self._context.continues and queued.request.resume is not None:
+            if queued.request.resume is not None:
                 queue.go_on(queued)
             else:
                 await queue.enter(queued)

@@ -236,9 +236,12 @@ class _TenantSource:
         self._context = context
 
     def generate(self, request: Request, context: CallContext = NO_CONTEXT) -> AsyncIterator[TokenChunk]:
-        """Run a request when it is the tenant's turn; see `TokenSource.generate`. Without a context: the visit's."""
+        """Run a request when it is the tenant's turn; see `TokenSource.generate`.
+
+        The context is the visit's; of the given one its fingerprint counts, where it has one.
+        """
         salt = tenant_salt(self._tenant, request.cache_salt)
-        given = self._context if context is NO_CONTEXT else context
+        given = replace(self._context, fingerprint=context.fingerprint or self._context.fingerprint)
         own = replace(request, cache_salt=salt, deadline=self._deadline, tenant=self._tenant.name)
         return self._queue.generate(self._tenant.name, own, given)
 

@@ -6,12 +6,11 @@ follow each other are one turn.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-from msgspec import json
 
 from cluster.openai.fields import Hints
 from engine.errors import InvalidRequestError
@@ -125,10 +124,19 @@ def _add(path: str, message: Any, found: ChatMessages) -> None:
     elif isinstance(content, str):
         found.add_text(role, inside, content)
     elif isinstance(content, list):
+        if not content:
+            _add_nothing(role, inside, found)
         for i, block in enumerate(content):
             _add_block(role, f"{inside}[{i}]", block, found)
     else:
         raise InvalidRequestError(f"{inside} must be a string or a list of blocks", inside, "invalid_type")
+
+
+def _add_nothing(role: str, path: str, found: ChatMessages) -> None:
+    """The assistant may have said nothing: Anthropic's server returns such messages, and clients send them back."""
+    if role != "assistant":
+        raise InvalidRequestError(f"{path} must hold at least one block", path)
+    found.add_text(role, path, "")
 
 
 def _add_block(role: str, path: str, block: Any, found: ChatMessages) -> None:
@@ -163,11 +171,20 @@ def _redacted(role: str, path: str, block: Block, found: ChatMessages) -> None:
 
 def _tool_use(role: str, path: str, block: Block, found: ChatMessages) -> None:
     _refuse_others(path, block, {"id", "name", "input"}, found.hints)
-    given = block.get("input", {})
-    if not isinstance(given, dict):
-        raise InvalidRequestError(f"{path}.input must be an object", f"{path}.input", "invalid_type")
-    function = {"name": _string(path, block, "name"), "arguments": json.encode(given).decode()}
+    function = {"name": _string(path, block, "name"), "arguments": _arguments(f"{path}.input", block.get("input"))}
     found.add_call(path, {"id": _string(path, block, "id"), "type": "function", "function": function})
+
+
+def _arguments(param: str, given: Any) -> str:
+    """Return the arguments of a call as chats have them."""
+    if given is None:
+        return "{}"
+    if not isinstance(given, dict):
+        raise InvalidRequestError(f"{param} must be an object", param, "invalid_type")
+    try:
+        return json.dumps(given, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise InvalidRequestError(f"{param} must hold numbers of JSON, not NaN or Infinity", param) from None
 
 
 def _tool_result(role: str, path: str, block: Block, found: ChatMessages) -> None:
@@ -177,7 +194,8 @@ def _tool_result(role: str, path: str, block: Block, found: ChatMessages) -> Non
         if failed is not True:
             raise InvalidRequestError(f"{param} must be true or false", param, "invalid_type")
         found.hints.leave(InvalidRequestError(f"{param} is read by no chat template; say it in content", param))
-    texts = _texts(f"{path}.content", block.get("content", ""), found.hints)
+    content = block.get("content")
+    texts = _texts(f"{path}.content", "" if content is None else content, found.hints)
     found.add_result(path, _string(path, block, "tool_use_id"), texts)
 
 

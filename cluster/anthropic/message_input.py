@@ -16,12 +16,11 @@ from cluster.anthropic.message_fields import (
     REFUSED_MESSAGES,
     CountTokensFields,
     MessagesFields,
-    MessageToolChoice,
 )
 from cluster.openai.call import Call, prompt_ids, template_reads
 from cluster.openai.fields import Hints
 from cluster.openai.served_model import ServedModel
-from cluster.openai.validation import checked_fields, parse_chat, refuse_other_models
+from cluster.openai.validation import MAX_PRIORITY, checked_fields, parse_chat, refuse_other_models
 from engine.errors import InvalidRequestError, PromptTooLongError
 from engine.text.tokenizer import Tokenizer
 
@@ -60,8 +59,6 @@ def parse_messages(fields: Mapping[str, Any], model: ServedModel) -> MessageCall
     own = {name: value for name, value in fields.items() if name not in extras}
     hints = Hints(model.strict_fields)
     checked = checked_fields(MessagesFields, own, REFUSED_MESSAGES, hints)
-    if checked.max_tokens < 1:
-        raise InvalidRequestError(f"max_tokens must be at least 1, not {checked.max_tokens}", "max_tokens")
     sampling = {
         "max_completion_tokens": checked.max_tokens,
         "stream": checked.stream,
@@ -99,7 +96,7 @@ def _parsed(
         "model": checked.model,
         "messages": chat.messages,
         "tools": None if checked.tools is None else [_tool(one) for one in checked.tools],
-        **_tool_choice(checked.tool_choice),
+        **_tool_choice(checked),
         **_thinking(checked, model, hints),
         **_output(checked),
         **_prefill(chat, len(checked.messages)),
@@ -129,9 +126,12 @@ def _tool(tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": {**told, "parameters": tool.input_schema}}
 
 
-def _tool_choice(choice: MessageToolChoice | None) -> dict[str, Any]:
+def _tool_choice(checked: CountTokensFields) -> dict[str, Any]:
+    choice = checked.tool_choice
     if choice is None:
         return {}
+    if choice.type in ("any", "tool") and not checked.tools:
+        raise InvalidRequestError(f"tool_choice of type {choice.type!r} needs tools to choose from", "tool_choice")
     param = "tool_choice.name"
     if choice.type == "tool" and choice.name is None:
         raise InvalidRequestError(f"{param} is missing: it names the tool", param, "missing_required_parameter")
@@ -151,8 +151,9 @@ def _thinking(checked: CountTokensFields, model: ServedModel, hints: Hints) -> d
         param = "thinking.budget_tokens"
         if wanted.type != "enabled":
             raise InvalidRequestError(f"{param} is allowed only with type 'enabled'", param)
-        if wanted.budget_tokens < 1:
-            raise InvalidRequestError(f"{param} must be at least 1, not {wanted.budget_tokens}", param)
+        if not 1 <= wanted.budget_tokens <= MAX_PRIORITY:
+            message = f"{param} must be between 1 and {MAX_PRIORITY}, not {wanted.budget_tokens}"
+            raise InvalidRequestError(message, param)
         if model.reasoning_parser is None:
             message = f"{param} needs a server with --reasoning-parser; leave it out"
             hints.leave(InvalidRequestError(message, param, "unsupported_parameter"))

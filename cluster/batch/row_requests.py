@@ -48,9 +48,14 @@ class Prepared:
 
     @property
     def is_resumable(self) -> bool:
-        """Whether the answer can go on from its tokens alone: it holds nothing else of its prompt's tokens."""
+        """Whether the answer can go on from its tokens alone: it holds nothing else of its prompt's tokens.
+
+        Not where its thinking may be ended for it: more may have been drawn than count.
+        """
         call = self.call
-        return not (isinstance(call, EmbeddingCall) or call.params.prompt_logprobs is not None or call.echo)
+        if isinstance(call, EmbeddingCall) or call.thinking_budget is not None:
+            return False
+        return call.params.prompt_logprobs is None and not call.echo
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,19 +142,17 @@ def _endpoint_routes(services: Services, kept: ResponseStore | None) -> list[Rou
     }
     if kept is not None:
         kept.serve(generating)
-    embeddings = EmbeddingsEndpoint(services)
-    by_field = {
-        "messages": generating["/v1/chat/completions"],
-        "prompt": generating["/v1/completions"],
-        "input": embeddings,
+    embedding: dict[str, Endpoint] = {
+        "/v1/embeddings": EmbeddingsEndpoint(services),
+        "/v1/score": ScoringEndpoint(services, score_call),
+        "/v1/rerank": ScoringEndpoint(services, rerank_call),
     }
-    scores, ranks = ScoringEndpoint(services, score_call), ScoringEndpoint(services, rerank_call)
     endpoints: dict[str, ASGIApp] = {
         **{path: KeptEndpoint(one, services, path, kept) for path, one in generating.items()},
-        "/v1/embeddings": embeddings,
-        **dict.fromkeys(("/v1/score", "/score"), scores),
-        **dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"), ranks),
-        "/invocations": InvocationsEndpoint(services, by_field),
+        **embedding,
+        "/score": embedding["/v1/score"],
+        **dict.fromkeys(("/rerank", "/v2/rerank"), embedding["/v1/rerank"]),
+        "/invocations": InvocationsEndpoint(services, generating | embedding),
         MESSAGES: MessagesEndpoint(services),
         COUNT_TOKENS: CountTokensEndpoint(services),
         "/tokenize": TokensEndpoint(services, tokenize),

@@ -19,10 +19,12 @@ from cluster.answer_log import ANSWER_LOG, AnswerFacts, AnswerLog
 from cluster.errors import ApiError, as_api_error
 from cluster.http.asgi import Answer, read_body, until_disconnect
 from cluster.http.endpoints import Endpoint, Incoming, Responder, Services
+from cluster.http.kept_answers import refuse_kept
 from cluster.openai.embeddings import embedded
 from cluster.openai.scoring import ParseScoring, answer_body
 from cluster.openai.validation import parse_json
 from cluster.router.models import Models
+from cluster.telemetry.tracing.semantics import HTTP_OPERATIONS
 from engine.errors import InvalidRequestError
 
 # Routes of OpenAI's and vLLM's servers, below /v1 or not, and what serves instead.
@@ -45,6 +47,14 @@ NOT_HERE: Mapping[str, str] = {
     "/start_profile": "use --otlp-traces-endpoint, /metrics and `squadron why`",
     "/stop_profile": "use --otlp-traces-endpoint, /metrics and `squadron why`",
     "/server_info": "use /ready, /version and `squadron status`",
+}
+# What a body of `/invocations` is for, by a field that only such have.
+_MEANT = {
+    "messages": "/v1/chat/completions",
+    "prompt": "/v1/completions",
+    "input": "/v1/embeddings",
+    "documents": "/v1/rerank",
+    "text_1": "/v1/score",
 }
 PING, LOAD, TOKENIZER_INFO = "/ping", "/load", "/tokenizer_info"
 
@@ -75,7 +85,7 @@ class ScoringEndpoint(Endpoint):
 class InvocationsEndpoint(Responder):
     """`POST /invocations`, SageMaker's one route: what the body holds says which one it is for.
 
-    endpoints: by the field that only its bodies have. The model may be left out where there is only one.
+    endpoints: by their paths. The model may be left out where there is only one.
     """
 
     def __init__(self, services: Services, endpoints: Mapping[str, Endpoint]) -> None:
@@ -83,6 +93,7 @@ class InvocationsEndpoint(Responder):
         self._endpoints = endpoints
 
     async def _respond(self, scope: Scope, receive: Receive, answer: Answer) -> None:
+        refuse_kept(scope)
         state = scope["state"]
         visit = state["visit"]
         body = await read_body(scope, receive, self._services.max_body_bytes, visit.deadline)
@@ -95,14 +106,16 @@ class InvocationsEndpoint(Responder):
         """Have the endpoint answer that the body is for."""
         pool, models = self._services.thread_pool, self._services.models
         fields = await pool.run(len(body), lambda: parse_json(body), visit.tenant.name)
-        meant = next((one for name, one in self._endpoints.items() if fields.get(name) is not None), None)
-        if meant is None:
-            known = ", ".join(self._endpoints)
+        path = next((path for name, path in _MEANT.items() if fields.get(name) is not None), None)
+        if path is None:
+            known = ", ".join(_MEANT)
             raise ApiError("missing_required_parameter", f"the body must have one of {known}", status=400)
+        if visit.context.trace is not None:
+            visit.context.trace.operation = HTTP_OPERATIONS[path]
         if fields.get("model") is None:
             named = {**fields, "model": models.of(fields).model_id}
             body = await pool.run(len(body), lambda: json.encode(named), visit.tenant.name)
-        await meant.take(body, answer, exchange, visit, log)
+        await self._endpoints[path].take(body, answer, exchange, visit, log)
 
 
 def compat_routes(models: Models, is_ready: Callable[[], bool]) -> list[Route]:

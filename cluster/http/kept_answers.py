@@ -192,6 +192,14 @@ class KeptEndpoint(Responder):
             await give_elsewhere(self._store, head, moved, answer)
 
 
+def refuse_kept(scope: Scope) -> None:
+    """Raise `ApiError` (400) for a request whose answer is to be kept, on a route of which none is."""
+    for name in (KEY_HEADER, LAST_HEADER):
+        if name in Headers(scope=scope):
+            message = "is not taken here; /v1/chat/completions, /v1/completions and /v1/responses can be kept"
+            raise _refused(name, message, "unsupported_parameter")
+
+
 class KeptResponseEndpoint(Responder):
     """`GET`, `DELETE` and `POST .../cancel` of `/v1/responses/{response_id}`."""
 

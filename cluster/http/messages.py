@@ -22,7 +22,7 @@ from cluster.anthropic.message_output import MessageWriter
 from cluster.errors import ApiError
 from cluster.http.asgi import Answer
 from cluster.http.endpoints import Endpoint, Incoming, Services, TokensEndpoint, begun
-from cluster.http.kept_answers import KEY_HEADER, LAST_HEADER
+from cluster.http.kept_answers import refuse_kept
 from cluster.openai.served_model import ServedModel
 from engine.errors import InvalidRequestError
 from engine.request import Request
@@ -78,12 +78,8 @@ class CountTokensEndpoint(TokensEndpoint):
 
 def _check_headers(scope: Scope) -> None:
     """Raise `ApiError` (400) for a version whose messages looked otherwise, and for an answer that is to be kept."""
-    headers = Headers(scope=scope)
-    for name in (KEY_HEADER, LAST_HEADER):
-        if name in headers:
-            message = f"{name} is not taken here; chat completions, completions and responses can be kept"
-            raise ApiError("unsupported_parameter", message, param=name)
-    version = headers.get(VERSION_HEADER, VERSION)
+    refuse_kept(scope)
+    version = Headers(scope=scope).get(VERSION_HEADER, VERSION)
     if not _DATE.fullmatch(version) or version < VERSION:
         message = f"{VERSION_HEADER} must be {VERSION} or a later date, not {version[:100]!r}"
         raise ApiError("unsupported_value", message, param=VERSION_HEADER)

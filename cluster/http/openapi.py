@@ -310,6 +310,13 @@ OPERATIONS: Sequence[Operation] = (
 )
 
 
+# Either is enough.
+_KEY_SCHEMES = {
+    "key": {"type": "http", "scheme": "bearer"},
+    "anthropic_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+
+
 def openapi(operations: Sequence[Operation] = OPERATIONS, keyed: bool = True) -> dict[str, Any]:
     """Return the OpenAPI document of the given routes. keyed: whether the server has keys, and asks for one."""
     requests = [one.request for one in operations if one.request is not None]
@@ -319,15 +326,15 @@ def openapi(operations: Sequence[Operation] = OPERATIONS, keyed: bool = True) ->
         "info": {
             "title": "Squadron",
             "version": version("squadron"),
-            "description": "OpenAI's API for one model, with the extensions of vLLM's server. Unknown fields, and "
+            "description": "OpenAI's and Anthropic's APIs, with the extensions of vLLM's server. Unknown fields, and "
             "fields that are not supported, are refused with 400 and their name.",
         },
         "paths": _paths(operations, keyed),
         "components": {
             "schemas": {**schemas["$defs"], "Error": _ERROR},
-            **({"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if keyed else {}),
+            **({"securitySchemes": _KEY_SCHEMES} if keyed else {}),
         },
-        **({"security": [{"key": []}]} if keyed else {}),
+        **({"security": [{name: []} for name in _KEY_SCHEMES]} if keyed else {}),
     }
 
 

@@ -28,7 +28,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.client_id import is_client_id
-from cluster.error_forms import OPENAI_FORM, ErrorForm, error_of
+from cluster.error_forms import MESSAGES_FORM, OPENAI_FORM, ErrorForm, error_of
 from cluster.errors import ApiError
 from cluster.ingress.attempt import Attempt
 from cluster.ingress.bounded_http import bound_http
@@ -199,6 +199,8 @@ async def refuse(error: ApiError, send: Send, form: ErrorForm = OPENAI_FORM) -> 
         "content-length": str(len(body)),
         "x-request-id": error.request_id or "",
     }
+    if form is MESSAGES_FORM:
+        headers["request-id"] = error.request_id or ""
     if error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
     raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]

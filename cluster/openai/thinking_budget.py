@@ -63,7 +63,8 @@ class BoundThinking:
             return
         rest = replace(request, request_id=f"{request.request_id}@answer", resume={0: (*log, *end)}, retried=True)
         self._running[request.request_id] = rest.request_id
-        async with aclosing(_closable(self._source.generate(rest, context))) as chunks:
+        same_model = context if last.fingerprint is None else replace(context, fingerprint=last.fingerprint)
+        async with aclosing(_closable(self._source.generate(rest, same_model))) as chunks:
             async for chunk in chunks:
                 yield chunk
 

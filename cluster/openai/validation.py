@@ -116,7 +116,7 @@ def parse_chat(fields: Mapping[str, Any], model: ServedModel) -> Call:
         structured_param=param,
         tool_use=use,
         thinking=thinking,
-        thinking_budget=_thinking_budget(checked, params, model),
+        thinking_budget=_thinking_budget(checked, params, model, hints),
         shows_thinking=checked.include_reasoning is not False,
         prompt_options=_prompt_options(checked, add_special_tokens=False),
         **_common("chatcmpl-", checked, params, model, hints),
@@ -180,7 +180,7 @@ def _prompt_options(checked: GenerationFields, add_special_tokens: bool) -> Prom
     keep = checked.truncate_prompt_tokens
     if keep is not None and keep != -1 and not 1 <= keep <= MAX_PRIORITY:
         raise InvalidRequestError(
-            f"truncate_prompt_tokens must be at least 1, or -1 for as many as fit, not {keep}",
+            f"truncate_prompt_tokens must be between 1 and {MAX_PRIORITY}, or -1 for as many as fit, not {keep}",
             "truncate_prompt_tokens",
         )
     add = checked.add_special_tokens
@@ -248,13 +248,13 @@ def _chat_logprobs(checked: ChatFields, model: ServedModel) -> int | None:
     return (checked.top_logprobs or 0) if checked.logprobs else None
 
 
-def _thinking_budget(checked: ChatFields, params: SamplingParams, model: ServedModel) -> int | None:
+def _thinking_budget(checked: ChatFields, params: SamplingParams, model: ServedModel, hints: Hints) -> int | None:
     """What ends the thinking is not drawn, so it has no log-probability; and choices would end theirs apart."""
     budget, param = checked.thinking_token_budget, "thinking_token_budget"
     if budget is None:
         return None
     if not 1 <= budget <= MAX_PRIORITY:
-        raise InvalidRequestError(f"{param} must be at least 1, not {budget}", param)
+        raise InvalidRequestError(f"{param} must be between 1 and {MAX_PRIORITY}, not {budget}", param)
     if model.reasoning_parser is None:
         message = f"{param} needs a server with --reasoning-parser, which this one has not for the model"
         raise InvalidRequestError(message, param, "unsupported_parameter")
@@ -262,6 +262,10 @@ def _thinking_budget(checked: ChatFields, params: SamplingParams, model: ServedM
         raise InvalidRequestError(f"{param} is allowed only with n 1 and without log-probabilities", param)
     if checked.separate_reasoning is False:
         raise InvalidRequestError(f"{param} is not allowed with separate_reasoning=false", param)
+    if params.structured is not None:
+        message = f"{param} has no use where the output must match something: nothing is thought before it"
+        hints.leave(InvalidRequestError(message, param, "unsupported_parameter"))
+        return None
     return budget
 
 
@@ -273,7 +277,8 @@ def _chat_max_tokens(checked: ChatFields) -> int | None:
             "max_tokens and max_completion_tokens are one setting: send only max_completion_tokens", "max_tokens"
         )
     if new is not None and not 1 <= new <= MAX_PRIORITY:
-        raise InvalidRequestError(f"max_completion_tokens must be at least 1, not {new}", "max_completion_tokens")
+        message = f"max_completion_tokens must be between 1 and {MAX_PRIORITY}, not {new}"
+        raise InvalidRequestError(message, "max_completion_tokens")
     return old if new is None else new
 
 

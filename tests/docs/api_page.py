@@ -108,15 +108,16 @@ _HEAD = """\
   the context is `prompt is too long: N tokens > M maximum`. Thoughts are blocks of type `thinking` where the server
   has a `--reasoning-parser`. `max_tokens` may be more than the context holds: the message then ends with
   `model_context_window_exceeded`. Hints there are `cache_control`, `is_error`, `thinking.budget_tokens` without
-  `--reasoning-parser`, what Anthropic adds to tools and blocks, and `redacted_thinking`; a template that takes no
-  system messages behind others gets them at the beginning. `anthropic-version` is any date since 2023-06-01; who
-  sends it gets `/v1/models` in that form. Anthropic's own tools (`web_search` and others), images and documents are
-  refused.
+  `--reasoning-parser` and beside a format or a forced call, what Anthropic adds to tools and blocks, and
+  `redacted_thinking`; a template that takes no system messages behind others gets them at the beginning.
+  `anthropic-version` is any date since 2023-06-01; who sends it gets `/v1/models` in that form. Anthropic's own tools
+  (`web_search` and others), images and documents are refused.
 - `/v1/score` and `/v1/rerank` compare embeddings by their cosine, with any model. A reranker that was trained to read
   query and document together needs its own prompt: ask it by a completion.
 - `POST /invocations` is SageMaker's: a body with `messages` is a chat, with `prompt` a completion, with `input` an
-  embedding; `GET /ping` needs no key. `GET /tokenizer_info` is what lm-eval's remote tokenizer asks for (`?model=`
-  where there are several), `GET /load` the requests that run or wait in this router. `/docs` shows `/openapi.json`.
+  embedding, with `documents` a rerank, with `text_1` a score; `GET /ping` needs no key. `GET /tokenizer_info` is what
+  lm-eval's remote tokenizer asks for (`?model=` where there are several), `GET /load` the requests that run or wait
+  in this router. `/docs` shows `/openapi.json`.
 - With `--enable-sleep-mode`, `POST /sleep` has the replicas of a model give their memory back, and `POST /wake_up`
   take it again: [operations.md](../guides/operations.md#sleep). Fields are parameters of the URL, as in
   `/sleep?level=2&mode=wait`.

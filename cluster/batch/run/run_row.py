@@ -134,7 +134,7 @@ class TokenLogSource(TokenSource, Protocol):
 
 
 class RowTokens:
-    """A `TokenSource` for the requests of one row.
+    """A `TokenSource` for the requests of one row. What stands behind an @ in a request's name is a part of it.
 
     Its tokens are written down every tick, and read, which costs more, now and then and at the end. Choice `c` of
     request `r` is choice `r x n + c` of the row in the ledger. kept: whether tokens are written down; where not, a
@@ -160,7 +160,7 @@ class RowTokens:
         resumed = self._resumed(request, known)
         if resumed is None:
             return
-        reading = _Reading(resumed, {choice: len(found.tokens) for choice, found in known.items()})
+        reading = _Reading(resumed)
         again = True
         while again:
             again = False
@@ -205,7 +205,7 @@ class RowTokens:
 
     def _known(self, request: Request) -> Mapping[int, ChoiceTokens]:
         choices = self._of.ledger.partial.get(self._row, {})
-        first = self._first[request.request_id]
+        first = self._first[_row_name(request)]
         # Copied, for the ledger goes on with the same lists.
         return {
             c: ChoiceTokens(list(found.tokens), found.finish, list(found.logprobs))
@@ -227,7 +227,7 @@ class RowTokens:
         log = self._of.source.log_of(reading.request.request_id)
         reading.ticks += 1
         if log is not None and log.finished:
-            self._running.discard(reading.request.request_id)
+            self._running.discard(_row_name(reading.request))
             if not self._running:
                 self._of.on_drawn(self._row)
         return log is None or log.finished or log.error is not None or reading.ticks >= reading.patience
@@ -246,17 +246,20 @@ class RowTokens:
                 reading.places[choice] = end
                 if finish is not None:
                     reading.ended.add(choice)
-                number, new = self._first[name] + choice, tuple(its.tokens[place:end])
+                number, new = self._first[_row_name(reading.request)] + choice, tuple(its.tokens[place:end])
                 self._of.ledger.note_tokens(NewTokens(self._row, number, place, new, finish, logprobs or ()))
 
 
 class _Reading:
     """How far a request was read and written down.
 
-    places: tokens of each choice that are written down. log: of the attempt, once it is there.
+    places: tokens of each choice that are written down, at first those that it comes with. log: of the attempt, once
+    it is there.
     """
 
-    def __init__(self, request: Request, places: dict[int, int]) -> None:
+    def __init__(self, request: Request) -> None:
+        resume = request.resume or {}
+        places = {choice: len(resume.get(choice, ())) for choice in range(request.params.n)}
         self.request = request
         self.places = places
         self.log: TokenLog | None = None
@@ -293,6 +296,11 @@ class _Reading:
     def _comes(self, its: ChoiceLog) -> bool:
         """Whether a chunk of a choice that runs was taken, and is to be read next."""
         return its.delivered != self._read[its.choice] and not its.finish_told
+
+
+def _row_name(request: Request) -> str:
+    """The name by which the row knows a request, of which this one may be a part."""
+    return request.request_id.partition("@")[0]
 
 
 class Ticker:

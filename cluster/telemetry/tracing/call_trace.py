@@ -27,7 +27,7 @@ def call_trace(
 
 
 class CallTrace:
-    """The span of a call at an ingress. model: set once it is known which one is asked. Times are monotonic seconds.
+    """The span of a call at an ingress. model, operation: set once it is known what is asked. Times are monotonic.
 
     Spans that are not ended are never exported, so the caller that starts one must end it.
     """
@@ -36,7 +36,7 @@ class CallTrace:
         self.model = ""
         self._tracing = tracing
         self._span = span
-        self._operation = operation
+        self.operation = operation
 
     @property
     def trace_id(self) -> str:
@@ -51,8 +51,8 @@ class CallTrace:
     def request(self, request: Request, waited: float = 0.0) -> RequestTrace:
         """Return the trace of a request that is handed to the replicas. waited: seconds, for its tenant's turn."""
         now = time.monotonic()
-        name = f"{self._operation} {self.model}".rstrip()
-        described = {**_described(request), names.OPERATION_NAME: self._operation}
+        name = f"{self.operation} {self.model}".rstrip()
+        described = {**_described(request), names.OPERATION_NAME: self.operation}
         if self.model:
             described |= {names.REQUEST_MODEL: self.model, names.RESPONSE_MODEL: self.model}
         span = self._tracing.begin(name, now - waited, self._span, attributes=described)

@@ -83,7 +83,7 @@ HTTP_OPERATIONS: Mapping[str, str] = {
     "/v1/responses": CHAT,
     "/v1/messages": CHAT,
     "/v1/embeddings": EMBEDDINGS,
-    "/v1/score": EMBEDDINGS,
-    "/v1/rerank": EMBEDDINGS,
+    **dict.fromkeys(("/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank"), EMBEDDINGS),
+    "/invocations": CHAT,  # until it is known what its body is for
 }
 RPC_OPERATIONS: Mapping[str, str] = {"Chat": CHAT, "Generate": TEXT_COMPLETION, "Embed": EMBEDDINGS}

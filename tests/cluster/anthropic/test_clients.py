@@ -43,13 +43,17 @@ async def test_errors_have_anthropics_form(model):
         large = await client.post("/v1/messages", json=ASKED | {"system": "x" * 2000})
         method = await client.get("/v1/messages")
         json_less = await client.post("/v1/messages", content="{", headers={"content-type": "application/json"})
+        absent = await client.post("/v1/messages/batches", json={"requests": []})
         chat = await client.post("/v1/chat/completions", json=ASKED | {"model": "claude"})
-    found = [(one.status_code, one.json()["type"], one.json()["error"]["type"]) for one in (unknown, large, method)]
+    answers = (unknown, large, method, absent)
+    found = [(one.status_code, one.json()["type"], one.json()["error"]["type"]) for one in answers]
     assert found == [
         (404, "error", "not_found_error"),
         (413, "error", "request_too_large"),
         (405, "error", "invalid_request_error"),
+        (404, "error", "not_found_error"),
     ]
+    assert all(one.headers["request-id"] == one.json()["request_id"] for one in answers)
     assert json_less.json()["error"]["code"] == "invalid_json"
     assert "type" not in chat.json()
 
@@ -92,10 +96,11 @@ async def test_other_versions_of_the_api_are_refused(model):
         assert answer.status_code == 200
 
 
-@pytest.mark.parametrize("header", ["idempotency-key", "last-event-id"])
-async def test_messages_cannot_be_kept_and_say_so(model, header):
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens", "/invocations"])
+@pytest.mark.parametrize("header", ["Idempotency-Key", "Last-Event-ID"])
+async def test_what_cannot_be_kept_says_so(model, header, path):
     source = saying(model, "ok")
-    answer = await post(source, model, headers={header: "1"})
+    answer = await post(source, model, path=path, headers={header: "1"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, header)
     assert not source.requests
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.openai.parsers.reasoning import Qwen3Parser
 from tests.cluster.anthropic.messages_lab import (
     ASKED,
     CALL,
@@ -179,6 +180,7 @@ async def test_what_only_hints_is_named(system_first, model):
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": [USER, said("user")]}, "messages[1].content"),
         ({"messages": []}, "messages"),
         ({"messages": ["x"]}, "messages[0]"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
@@ -199,6 +201,7 @@ async def test_what_only_hints_is_named(system_first, model):
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "auto", "name": "weather"}}, "tool_choice.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "must"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "disabled", "budget_tokens": 9}}, "thinking.budget_tokens"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
@@ -216,6 +219,55 @@ async def test_the_first_wrong_field_is_named(model, fields, param):
     assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), error
     assert answer.json()["type"] == "error"
     assert not source.requests
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_tokens": 2**40}, "max_tokens must be between 1 and 2147483647, not 1099511627776"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2**40}}, "thinking.budget_tokens must be between 1 and "),
+        ({"tool_choice": {"type": "any"}}, "tool_choice of type 'any' needs tools to choose from"),
+    ],
+)
+async def test_what_is_said_of_it_is_so_and_in_this_apis_words(model, fields, words):
+    answer = await post(saying(model, "x"), model, **fields)
+    assert answer.json()["error"]["message"].startswith(words)
+
+
+async def test_blocks_whose_fields_are_null_are_as_without_them(model):
+    def turns(use, result):
+        return [USER, said("assistant", USE | use), said("user", RESULT | result)]
+
+    bare = [{name: value for name, value in one.items() if name not in ("input", "content")} for one in (USE, RESULT)]
+    read_null = await read(model, messages=turns({"input": None}, {"content": None}))
+    assert read_null == await read(model, messages=[USER, said("assistant", bare[0]), said("user", bare[1])])
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+async def test_numbers_that_json_has_not_are_refused_by_the_place_of_their_call(model, number):
+    body = json.dumps(
+        ASKED | {"messages": [USER, said("assistant", USE | {"input": {"n": 17}}), said("user", RESULT)]}
+    )
+    async with client_for(app_for(saying(model, "x"), model)) as client:
+        headers = {"content-type": "application/json"}
+        answer = await client.post("/v1/messages", content=body.replace("17", number), headers=headers)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[1].content[0].input")
+
+
+async def test_the_assistant_may_have_said_nothing(model):
+    turns = [USER, said("assistant"), USER]
+    assert await read(model, messages=turns) == "<user>hi<assistant><user>hi<assistant>"
+
+
+async def test_a_bound_on_thinking_where_nothing_is_thought_is_named(model):
+    thinker = replace(model, reasoning_parser=Qwen3Parser)
+    thinking = {"type": "enabled", "budget_tokens": 9}
+    formats = {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}}
+    for fields in (formats, {"tools": [TOOL], "tool_choice": {"type": "any"}}):
+        answer = await post(saying(model, "ok"), thinker, thinking=thinking, **fields)
+        assert answer.headers["x-squadron-ignored"] == "thinking.budget_tokens"
+        strict = await post(saying(model, "ok"), replace(thinker, strict_fields=True), thinking=thinking, **fields)
+        assert strict.json()["error"]["param"] == "thinking.budget_tokens"
 
 
 async def test_a_template_without_tools_refuses_them_by_their_place(system_first):

@@ -35,20 +35,22 @@ class ListSource:
             yield SourceRow(number, f"rows:{number + 1}", body, msgspec.json.encode(body))
 
 
-def task_of(row: SourceRow) -> Task:
-    return Task(row.number, f"row-{row.number}", COMPLETIONS, dict(row.fields))
-
-
 class BatchLab:
     """A batch of `bodies` in `folder`; each `run` is one driver."""
 
     def __init__(
-        self, folder: Path, model: ServedModel, bodies: Sequence[Mapping[str, Any]], max_num_seqs: int = 16
+        self,
+        folder: Path,
+        model: ServedModel,
+        bodies: Sequence[Mapping[str, Any]],
+        max_num_seqs: int = 16,
+        url: str = COMPLETIONS,
     ) -> None:
         self.source = ListSource(bodies)
         self._folder = folder
         self._model = model
         self._max_num_seqs = max_num_seqs
+        self._url = url
         self.job = Job(
             rows=len(bodies),
             input_digest="d",
@@ -78,8 +80,11 @@ class BatchLab:
         rows = RowSource(source or lab.dispatcher, ledger, ticker, backlog.make_room)
         answers = Answers(self._model, rows, metrics)
         preparer = Preparer(self._model, "job", 0, CREATED)
-        run = BatchLoop(self.source, task_of, preparer, answers, ledger, backlog, ticker, RunLimits(**limits))
+        run = BatchLoop(self.source, self._task, preparer, answers, ledger, backlog, ticker, RunLimits(**limits))
         await run.run()
+
+    def _task(self, row: SourceRow) -> Task:
+        return Task(row.number, f"row-{row.number}", self._url, dict(row.fields))
 
     async def results(self, lab: Lab) -> list[RowDone]:
         """Run to the end, and return what every row came to."""

@@ -106,7 +106,7 @@ async def test_the_document_asks_for_a_key_only_where_there_are_any(app, tmp_pat
     async with client_for(app_for(saying(model, "ok"), model, api_key="secret")) as client:
         keyed = (await client.get("/openapi.json", headers={"authorization": "Bearer secret"})).json()
     assert '"security' not in open_to_all
-    assert keyed["security"] == [{"key": []}]
+    assert keyed["security"] == [{"key": []}, {"anthropic_key": []}]
     assert keyed["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
     assert keyed["paths"]["/health"]["get"]["security"] == []
 

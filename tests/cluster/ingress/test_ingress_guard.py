@@ -143,8 +143,10 @@ async def test_messages_are_ended_by_an_error_in_anthropics_form() -> None:
     assert (event["type"], event["error"]["type"], event["error"]["code"]) == (
         "error", "overloaded_error", "router_lost",
     )  # fmt: skip
-    _, body = await ask(proxy(), path="/v1/messages/count_tokens")
-    assert json.loads(body["body"])["error"]["type"] == "overloaded_error"
+    head, body = await ask(proxy(), path="/v1/messages/count_tokens")
+    told = json.loads(body["body"])
+    assert told["error"]["type"] == "overloaded_error"
+    assert dict(head["headers"])[b"request-id"] == (told["request_id"] or "").encode()
 
 
 async def test_whole_answers_pass_as_they_are() -> None:

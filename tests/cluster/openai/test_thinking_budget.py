@@ -1,10 +1,13 @@
 """A bound on thinking: where it falls, what follows, and that another router comes to the same."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
 
+from cluster.admission.admission_queue import AdmissionConfig, AdmissionQueue
 from cluster.openai.parsers.reasoning import DeepSeekR1Parser, GptOssParser, Qwen3Parser
+from tests.cluster.cluster_lab import until
 from tests.fake_source import FakeSource
 from tests.openai_app import MODEL, app_for, client_for, events, served_model
 
@@ -83,6 +86,43 @@ async def test_a_stop_string_ends_the_answer_behind_the_thinking(model):
     assert source.ended == [(source.requests[1].request_id, 0)]
 
 
+async def test_what_follows_the_thinking_waits_in_no_line(model):
+    """It is the same answer: no other request that came meanwhile is let in before it, and nothing refuses it."""
+    source = thinking_source(model, hold=3)
+    queue = AdmissionQueue(source, lambda: 1, AdmissionConfig(max_waiting=1))
+    async with client_for(app_for(source, model, admission=queue)) as client:
+        fields = {"model": MODEL, "messages": CHAT, "max_tokens": 40}
+        calls = [client.post("/v1/chat/completions", json=fields | {"thinking_token_budget": 12})]
+        calls.append(client.post("/v1/chat/completions", json=fields))
+        first = asyncio.create_task(calls[0])
+        await until(lambda: source.requests)
+        second = asyncio.create_task(calls[1])
+        await until(lambda: queue.num_waiting == 1)
+        source.go.set()
+        assert [answer.status_code for answer in await asyncio.gather(first, second)] == [200, 200]
+    thinking, answering, other = [request.request_id for request in source.requests]
+    assert answering.partition("@")[0] == thinking != other
+    assert queue.num_inside == 0
+
+
+async def test_what_follows_the_thinking_is_of_the_same_model_and_conversation(model):
+    """While replicas are replaced, some run another model."""
+
+    class Source(type(thinking_source(model))):
+        def _chunk(self, *given):
+            return replace(super()._chunk(*given), fingerprint="the first")
+
+    plain = thinking_source(model)
+    source = Source(plain.script, eos=plain.eos)
+    async with client_for(app_for(source, model)) as client:
+        fields = {"model": MODEL, "messages": CHAT, "thinking_token_budget": 12}
+        headers = {"x-session-id": "mine"}
+        answer = await client.post("/v1/chat/completions", json=fields, headers=headers)
+    assert answer.status_code == 200, answer.text
+    told = [(context.session_id, context.fingerprint) for context in source.contexts]
+    assert told == [("mine", None), ("mine", "the first")]
+
+
 @pytest.mark.parametrize("parser", [Qwen3Parser, DeepSeekR1Parser, GptOssParser])
 def test_what_is_put_in_the_models_place_ends_the_thinking(parser):
     reading = parser()
@@ -98,6 +138,14 @@ def test_what_is_put_in_the_models_place_ends_the_thinking(parser):
 async def test_what_it_does_not_go_with_is_refused(model, fields):
     answer = await asked(thinking_source(model), model, thinking_token_budget=12, **fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_token_budget")
+
+
+async def test_beside_structured_output_it_is_a_hint(model):
+    fields = {"thinking_token_budget": 12, "response_format": {"type": "json_object"}}
+    answer = await asked(thinking_source(model), model, **fields)
+    assert (answer.status_code, answer.headers["x-squadron-ignored"]) == (200, "thinking_token_budget")
+    refused = await asked(thinking_source(model), replace(model, strict_fields=True), **fields)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "thinking_token_budget")
 
 
 @pytest.mark.parametrize("budget", [-1, 2**40, 1.5, "12"])

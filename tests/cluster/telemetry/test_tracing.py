@@ -273,3 +273,12 @@ async def test_grpc_call_is_traced_as_an_http_one(model):
     ids = f"00-{refused.context.trace_id:032x}-{refused.context.span_id:016x}-"
     assert trailing_bad["traceresponse"].startswith(ids), "a refusal is what one looks for most"
     assert good.attributes[names.TENANT] == refused.attributes[names.TENANT] == "default"
+
+
+async def test_an_invocation_is_traced_as_what_it_is_for(model):
+    async with TracedLab() as lab, traced_client(lab, model) as client:
+        await lab.begin("a")
+        assert (await post(client, "/invocations")).status_code == 200
+        await until(lambda: len(lab.spans.all()) == 6)
+    ingress = lab.spans.one("POST /invocations")
+    assert lab.spans.tree(ingress) == ("POST /invocations", (f"text_completion {MODEL}", ("attempt", *PHASES)))
