@@ -25,7 +25,7 @@ TEST = re.compile(r"(?<![\w/])([\w/]*(?:\.py)?)::(test_\w+)")
 OTHERS = {
     "--build", "--cert", "--constraint", "--create-namespace", "--current", "--delete-emptydir-data",
     "--docker-password", "--docker-server", "--docker-username", "--enable-auto-tool-choice", "--file", "--for",
-    "--from-file", "--from-literal", "--head", "--ignore-daemonsets", "--init", "--install", "--key",
+    "--from-file", "--from-literal", "--head", "--ignore-daemonsets", "--ignorefile", "--init", "--install", "--key",
     "--metrics-export-port", "--namespace", "--publish", "--repo", "--reuse-values", "--rm", "--selector", "--set",
     "--shm-size", "--tag", "--target", "--temp-dir", "--timeout", "--torch-backend", "--values", "--watch",
     "--working-dir",
