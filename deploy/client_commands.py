@@ -18,10 +18,15 @@ ServerKey = Annotated[
 
 def chat(
     url: ServerUrl = LOCAL,
-    model: Annotated[str | None, typer.Option(help="Model id.", show_default="the server's first")] = None,
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "--model-name", help="Model id.", show_default="the server's first")
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", "--system-prompt", help="A system message to begin with.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of one answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, max=100.0, help="0 = always the most likely token.")] = 0.7,
+    quick: Annotated[str | None, typer.Option("--quick", "-q", help="Send this message alone, and stop.")] = None,
     api_key: ServerKey = None,
 ) -> None:
     """Chat with a served model in the terminal. /clear clears the conversation, /exit ends it.
@@ -31,7 +36,8 @@ def chat(
     from deploy.cli.chat import Chat, ChatOptions
 
     key = api_key or Environment.read().api_key
-    if not Chat(ChatOptions(url, model, system, max_tokens, temperature, key)).run(sys.stdin):
+    talk = Chat(ChatOptions(url, model, system, max_tokens, temperature, key))
+    if not (talk.run(sys.stdin) if quick is None else talk.send(quick)):
         raise typer.Exit(1)
 
 

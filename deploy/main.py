@@ -23,6 +23,7 @@ from deploy.cli.flags import (
     with_settings,
 )
 from deploy.cli.keys import keys
+from deploy.cli.vllm_commands import SquadronCommands
 from deploy.client_commands import chat, status, top, why
 from deploy.serve.environment import AUTO, Environment, check_inherited, prepare_local_ray, prepare_ray
 from deploy.serve.flags import serve
@@ -32,6 +33,7 @@ from parallel.errors import ParallelError, ShardingError
 WIDE = 110  # columns; in fewer, typer's tables of help cut the names of flags short
 app = typer.Typer(
     name="squadron",
+    cls=SquadronCommands,
     help="Serve large language models on Ray, so that every token survives.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,

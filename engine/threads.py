@@ -6,9 +6,11 @@ import ctypes
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Lock
+from dataclasses import dataclass
+from threading import RLock
 from typing import ClassVar, Self
 
 import torch
@@ -37,12 +39,21 @@ def unbound_cpus() -> frozenset[int]:
     return allowed_cpus() if _here.cpus is None else _here.before
 
 
+@dataclass(eq=False, slots=True)
+class _Taken:
+    """What a share has taken. count: threads. listed: whether a list of CPUs says so. claim: of cores, if any."""
+
+    count: int
+    listed: bool
+    claim: Claim | None = None
+
+
 class ThreadShare:
     """The threads that torch computes with on this process's CPU, which are set for the whole process.
 
     Taken when made: an even share of the cores for each of the `size` ranks of a group on this machine, never more
-    than there were. Of several at once the smallest holds, in whatever order they are given back. OMP_NUM_THREADS
-    says otherwise where it is set.
+    than there were. Of several at once the smallest holds, in whatever order they are given back. One that nobody
+    refers to any more is given back, too. OMP_NUM_THREADS says otherwise where it is set.
 
     config: of the rank, resolved. With its `cpu_omp_threads_bind` the share is of physical cores, and they are
     claimed for this rank; a list says how many threads there are. Where none can be claimed, the log says so, and
@@ -51,8 +62,8 @@ class ThreadShare:
     """
 
     # What torch keeps for the whole process can only be shared out for the whole process.
-    _lock: ClassVar[Lock] = Lock()
-    _taken: ClassVar[list[ThreadShare]] = []
+    _lock: ClassVar[RLock] = RLock()  # who holds it may be the one whom the collection of another share interrupts
+    _taken: ClassVar[list[_Taken]] = []
     _before: ClassVar[int] = 0  # the first was taken, or as somebody else chose later
     _set: ClassVar[int] = 0  # by the last that was taken or given back
 
@@ -60,17 +71,17 @@ class ThreadShare:
         binds = config is not None and config.cpu_omp_threads_bind != NOBIND
         found = (registry or CoreRegistry(unbound_cpus())) if binds else None
         groups = config.cpu_groups if config is not None else ()
-        self._listed = bool(groups)
-        self._count = len(groups[0]) if groups else _share(size, found)
-        self._claim: Claim | None = None
-        self._take()
+        self._own = _Taken(len(groups[0]) if groups else _share(size, found), bool(groups))
+        self._take(self._own)
+        self._return = weakref.finalize(self, ThreadShare._give_back, self._own)
+        self._return.atexit = False  # a process that ends gives back everything
         if found is not None:
-            self._claim = _claimed(found, groups)
+            self._own.claim = _claimed(found, groups)
 
     @property
     def cpus(self) -> frozenset[int]:
         """CPUs that were claimed for this rank, none where it is not bound."""
-        return frozenset() if self._claim is None else self._claim.cpus
+        return frozenset() if self._own.claim is None else self._own.claim.cpus
 
     def bind_thread(self) -> None:
         """Let the calling thread compute with a team of this rank's size, on its CPUs alone where it has claimed any.
@@ -80,16 +91,15 @@ class ThreadShare:
         # Each thread has a number of its own in OpenMP, at first that of the environment as OpenMP was loaded: torch
         # hands it the process's when it is asked for that.
         torch.get_num_threads()
-        if self._claim is not None and _here.cpus is not self._claim.cpus:
+        claim = self._own.claim
+        if claim is not None and _here.cpus is not claim.cpus:
             _here.before = unbound_cpus()
-            _here.cpus = self._claim.cpus
-            _bind(self._claim.cpus)
+            _here.cpus = claim.cpus
+            _bind(claim.cpus)
 
     def unbind_thread(self) -> None:
         """Undo `bind_thread` in the calling thread."""
-        if self._claim is not None and _here.cpus is self._claim.cpus:
-            _here.cpus = None
-            _bind(_here.before)
+        _unbind(self._own.claim)
 
     @contextmanager
     def bound(self) -> Iterator[None]:
@@ -105,14 +115,7 @@ class ThreadShare:
 
         The calling thread is no longer bound; other threads that were have ended by then.
         """
-        self.unbind_thread()
-        if self._claim is not None:
-            self._claim.release()
-            self._claim = None
-        with ThreadShare._lock:
-            if self in ThreadShare._taken:
-                ThreadShare._taken.remove(self)
-                self._set_threads()
+        self._return()
 
     def __enter__(self) -> Self:
         return self
@@ -120,21 +123,33 @@ class ThreadShare:
     def __exit__(self, *error: object) -> None:
         self.give_back()
 
-    def _take(self) -> None:
-        if "OMP_NUM_THREADS" in os.environ and not self._listed:
+    @classmethod
+    def _give_back(cls, own: _Taken) -> None:
+        claim, own.claim = own.claim, None
+        _unbind(claim)
+        if claim is not None:
+            claim.release()
+        with cls._lock:
+            if own in cls._taken:
+                cls._taken.remove(own)
+                cls._set_threads()
+
+    @staticmethod
+    def _take(own: _Taken) -> None:
+        if "OMP_NUM_THREADS" in os.environ and not own.listed:
             return
         with ThreadShare._lock:
             found = torch.get_num_threads()
             if not ThreadShare._taken or found != ThreadShare._set:
                 ThreadShare._before = ThreadShare._set = found
-            ThreadShare._taken.append(self)
-            self._set_threads()
+            ThreadShare._taken.append(own)
+            ThreadShare._set_threads()
 
     @staticmethod
     def _set_threads() -> None:
         """Set what all that are taken allow, unless somebody else has chosen meanwhile."""
-        counts = [share._count for share in ThreadShare._taken]
-        if not any(share._listed for share in ThreadShare._taken):
+        counts = [own.count for own in ThreadShare._taken]
+        if not any(own.listed for own in ThreadShare._taken):
             counts.append(ThreadShare._before)
         wanted = min(counts)
         if torch.get_num_threads() == ThreadShare._set != wanted:
@@ -161,6 +176,13 @@ def _claimed(registry: CoreRegistry, groups: tuple[tuple[int, ...], ...]) -> Cla
         return None
     logger.info("threads are bound to %s", claim)
     return claim
+
+
+def _unbind(claim: Claim | None) -> None:
+    """Let the calling thread run where it might before it was bound to these cores, if it is."""
+    if claim is not None and _here.cpus is claim.cpus:
+        _here.cpus = None
+        _bind(_here.before)
 
 
 def _bind(cpus: frozenset[int]) -> None:

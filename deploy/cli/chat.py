@@ -105,6 +105,14 @@ class Chat:
                     break
         return interactive or not self._unanswered
 
+    def send(self, message: str) -> bool:
+        """Send one message, whatever is in it; return whether it was answered."""
+        with self._client:
+            self._model = self._model or self._first_model()
+            self.clear()
+            self._say(message)
+        return not self._unanswered
+
     def take(self, line: str) -> bool:
         """Act on one line; return whether the conversation goes on."""
         if line in ("/exit", "/quit"):

@@ -32,7 +32,16 @@ from cluster.config_values import (
 )
 from cluster.routing_policies import ROUTING_POLICIES
 from deploy.cli.flag_texts import HELP, OPEN_DEFAULTS
-from deploy.cli.vllm_flags import ALIASES, advice_on, join_names, our_spelling, without_last_name, without_vllms
+from deploy.cli.vllm_advice import ADVICE
+from deploy.cli.vllm_flags import (
+    ALIASES,
+    advice_on,
+    join_names,
+    our_spelling,
+    without_last_name,
+    without_more_keys,
+    without_vllms,
+)
 from engine.config import (
     ATTENTION_BACKENDS,
     DEVICES,
@@ -46,6 +55,7 @@ from engine.errors import ConfigError, flag
 from engine.near_name import near_name
 
 POSITIONAL = "model"
+SEVERAL_KEYS = "--api-key takes one key: give several in a file of `squadron keys new` as --api-key-file"
 MODEL_FLAG = "model_flag"
 SHORT_NUMBERS = (
     "max_model_len",
@@ -190,17 +200,21 @@ class ServeCommand(SettingsCommand):
     """`squadron serve`, whose names may be separated by blanks. The last is the model where nothing else is."""
 
     def spelt(self, ctx: Any, args: list[str]) -> list[str]:
-        """Join names."""
+        """Join names. Raises `ConfigError` for several keys, which vLLM takes."""
         joined = join_names(args)
+        with_one, others = without_more_keys(joined)
+        if others and (len(others) > 1 or self._has(ctx, with_one, POSITIONAL, MODEL_FLAG)):
+            raise ConfigError(SEVERAL_KEYS, "api_key")
+        named = self._has(ctx, joined, POSITIONAL, MODEL_FLAG, "config")
+        return without_last_name(joined) if named is False else joined
+
+    def _has(self, ctx: Any, args: list[str], *names: str) -> bool | None:
+        """Return whether any of these is on the command line, None where that cannot be parsed."""
         try:
-            found = self.make_parser(ctx).parse_args(list(joined))[0]
+            found = self.make_parser(ctx).parse_args(list(args))[0]
         except Exception:  # is raised again, and told of, when the command line is parsed
-            return joined
-        return (
-            joined
-            if any(found.get(name) for name in (POSITIONAL, MODEL_FLAG, "config"))
-            else without_last_name(joined)
-        )
+            return None
+        return any(found.get(name) for name in names)
 
 
 def _unknown(option: str, arguments: Sequence[str], own: Collection[str]) -> str:
@@ -211,8 +225,11 @@ def _unknown(option: str, arguments: Sequence[str], own: Collection[str]) -> str
     whole = option.partition(".")[0]
     if whole in own:
         return f"No such option: {option}. Give {whole} one JSON object."
-    near = near_name(option, [name for name in own if name.startswith("--")])
-    return f"No such option: {option}" + (f". Did you mean {near}?" if near else "")
+    near = near_name(option, [*(name for name in own if name.startswith("--")), *ADVICE])
+    if near is None:
+        return f"No such option: {option}"
+    advice = f" {ADVICE[near].text}." if near in ADVICE else ""
+    return f"No such option: {option}. Did you mean {near}?{advice}"
 
 
 def settings() -> tuple[Setting, ...]:

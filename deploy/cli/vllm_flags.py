@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from deploy.cli.vllm_advice import ADVICE, SHORT, Advice
@@ -19,6 +20,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 }
 SIZES = "--cudagraph-capture-sizes"
 NAMES = "--served-model-name"
+KEY = "--api-key"
 
 
 def our_spelling(arguments: Sequence[str], own: Collection[str]) -> list[str]:
@@ -66,6 +68,15 @@ def without_last_name(arguments: Sequence[str]) -> list[str]:
         names, comma, last = one.rpartition(",")
         parted += [names, last] if comma and parted and parted[-1] == NAMES else [one]
     return parted
+
+
+def without_more_keys(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return a command line with what follows `--api-key` and its one value left out, and what that is."""
+    if KEY not in arguments:
+        return list(arguments), []
+    first = arguments.index(KEY) + 2
+    more = list(takewhile(lambda one: not one.startswith("-"), arguments[first:]))
+    return [*arguments[:first], *arguments[first + len(more) :]], more
 
 
 def advice_on(option: str, arguments: Sequence[str]) -> tuple[str, str] | None:

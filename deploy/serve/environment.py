@@ -119,6 +119,7 @@ class Environment:
     source_date_epoch: `SOURCE_DATE_EPOCH`, seconds since 1970 that stand for now in what is written; None = the
     clock. Source: reproducible-builds.org, "SOURCE_DATE_EPOCH".
     ray_tmpdir: `RAY_TMPDIR`, where Ray keeps its files; None = with the system's temporary files.
+    of_vllm: names of variables that only vLLM reads.
     """
 
     ray_address: str | None = None
@@ -126,6 +127,7 @@ class Environment:
     metrics_key: str | None = None
     source_date_epoch: int | None = None
     ray_tmpdir: str | None = None
+    of_vllm: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -137,6 +139,7 @@ class Environment:
             metrics_key=variables.get("SQUADRON_METRICS_KEY") or None,
             source_date_epoch=_seconds(variables.get("SOURCE_DATE_EPOCH") or None),
             ray_tmpdir=variables.get("RAY_TMPDIR") or None,
+            of_vllm=tuple(name for name, value in variables.items() if name.startswith("VLLM_") and value),
         )
 
 

@@ -71,6 +71,18 @@ def test_each_thread_that_runs_steps_is_bound(claims):
         assert allowed_cpus() != {FIRST} or len(allowed_cpus()) == 1
 
 
+def test_a_share_that_nobody_refers_to_is_given_back(claims):
+    """As of an `LLM` that nobody has closed."""
+    before, everywhere = torch.get_num_threads(), allowed_cpus()
+    share = ThreadShare(1, config(str(FIRST)), here(claims))
+    share.bind_thread()
+    assert (torch.get_num_threads(), allowed_cpus()) == (1, {FIRST})
+    del share
+    assert (torch.get_num_threads(), allowed_cpus()) == (before, everywhere)
+    with ThreadShare(1, config(str(FIRST)), here(claims)) as another:
+        assert another.cpus == {FIRST}, "its claim is released, too"
+
+
 @pytest.mark.skipif(len(allowed_cpus()) < 2, reason="a team needs two CPUs")
 def test_the_team_that_a_thread_has_already_is_bound_with_it(claims):
     two = sorted(allowed_cpus())[:2]

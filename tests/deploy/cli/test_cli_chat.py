@@ -112,6 +112,15 @@ def test_piped_lines_are_messages_of_one_conversation(server):
     ]
 
 
+def test_a_quick_message_is_sent_as_it_is_and_nothing_is_asked(server):
+    output = io.StringIO()
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    assert Chat(ChatOptions(url, system="Be brief."), Console(file=output)).send("/clear\nis a command, is it not?")
+    assert "Hello you" in output.getvalue()
+    (body,) = server.bodies
+    assert [one["content"] for one in body["messages"]] == ["Be brief.", "/clear\nis a command, is it not?"]
+
+
 def test_clear_forgets_and_exit_ends(server):
     talk(server, "hi\n/clear\nfresh\n/exit\nnever sent\n")
     assert [len(body["messages"]) for body in server.bodies] == [1, 1]

@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 
 from cluster.config import ClusterConfig, parse_config
 from deploy import main as cli
-from deploy.cli.flags import in_flags, load_settings, merge_settings
+from deploy.cli.flags import SEVERAL_KEYS, in_flags, load_settings, merge_settings
 from deploy.cli.vllm_advice import ADVICE, SHORT
+from deploy.cli.vllm_commands import VARIABLES
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.near_name import near_name
@@ -38,6 +39,8 @@ def run(monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     monkeypatch.delenv("SQUADRON_API_KEY", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name in [name for name in os.environ if name.startswith("VLLM_")]:
+        monkeypatch.delenv(name)
     runner = CliRunner()
 
     def invoke(*args: str):
@@ -256,6 +259,86 @@ def test_only_what_is_near_is_proposed(name, known, meant):
     assert near_name(name, known) == meant
 
 
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        ("--max-logprob", "Did you mean --max-logprobs? A request may ask for up to 20."),
+        ("--enable-loras", "Did you mean --enable-lora? Adapters are not served: merge them into the weights."),
+        ("--speculative-confg", "Did you mean --speculative-config? There is no speculative decoding."),
+        ("--max-model-length", "Did you mean --max-model-len?"),
+    ],
+)
+def test_a_flag_that_is_nearly_one_of_vllms_is_answered_as_that_one(run, flag, told):
+    code, output = run("serve", "demo", f"{flag}=1")
+    assert code == 2
+    assert f"No such option: {flag}. {told}" in output
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["demo", "--api-key", "k1", "k2"],
+        ["--api-key", "k1", "k2", "k3", "--model=demo"],
+        ["--api-key", "k1", "k2", "demo"],
+    ],
+)
+def test_several_keys_are_refused_with_where_they_go(run, served, given):
+    code, output = run("serve", *given)
+    assert (code, served) == (1, [])
+    assert output == in_flags(SEVERAL_KEYS)
+    assert "--api-key-file" in output
+
+
+@pytest.mark.parametrize("given", [["--api-key", "k1", "demo"], ["demo", "--api-key", "k1", "--replicas", "2"]])
+def test_one_key_is_taken_wherever_the_model_stands(run, served, given):
+    assert run("serve", *given)[0] == 0
+    assert (served[0].model, served[0].api_key) == ("demo", "k1")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["bench", "serve", "--model", "m", "--num-prompts", "100"], "Point `vllm bench serve --base-url URL`"),
+        (["bench", "throughput", "--model", "m"], "Point `vllm bench serve --base-url URL`"),
+        (["run-batch", "-i", "in.jsonl", "-o", "out.jsonl", "--model", "m"], "Use `squadron batch INPUT OUTPUT"),
+        (["complete", "--quick", "The future of AI is"], "Use `squadron chat`, or POST to /v1/completions"),
+        (["collect-env"], "Use `squadron doctor`, and `squadron version`"),
+        (["launch", "render", "m"], "Use `squadron serve`"),
+    ],
+)
+def test_subcommands_of_vllm_say_what_to_do(run, given, told):
+    code, output = run(*given)
+    assert code == 2
+    assert f"No such command '{given[0]}'. {told}" in output
+
+
+def test_a_subcommand_that_nobody_has_is_unknown(run):
+    code, output = run("bnch")
+    assert code == 2
+    assert "No such command 'bnch'." in output
+
+
+@pytest.mark.parametrize("name", [*VARIABLES])
+def test_each_variable_of_vllm_is_told_with_what_to_do(run, served, monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    code, output = run("serve", "demo", "--api-key", "k")
+    assert (code, len(served)) == (0, 1)
+    assert output == f"{name} is not read: {VARIABLES[name]}."
+    assert set(re.findall(r"--[a-z][a-z-]+", VARIABLES[name].partition("`ray")[0])) <= OURS
+
+
+def test_a_variable_that_was_to_close_the_server_is_not_passed_over(run, served, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "k")
+    monkeypatch.setenv("VLLM_FUTURE", "1")
+    code, output = run("serve", "demo")
+    assert (code, served) == (1, [])
+    assert output == (
+        "VLLM_API_KEY is not read, and the server would be open: set SQUADRON_API_KEY, or give --api-key"
+    )
+    monkeypatch.setenv("SQUADRON_API_KEY", "k")
+    assert run("serve", "demo")[1].endswith("VLLM_FUTURE is not read: docs/guides/from-vllm.md says what is.")
+
+
 def test_no_flag_of_vllm_is_taken_for_another():
     """Even where nothing was known of them: their names are not those of other things here."""
     ours = sorted(name for name in OURS if name.startswith("--"))
@@ -298,6 +381,12 @@ DOCUMENTED = [
     "Qwen/Qwen3-8B --speculative-config {overrides}",
     "Qwen/Qwen3-8B --ssl-keyfile key.pem --ssl-certfile cert.pem --allowed-origins {origins}",
     "--config {file}",
+    # Multi-modal, structured outputs, caching, CPU
+    "Qwen/Qwen2.5-VL-3B-Instruct --limit-mm-per-prompt {overrides}",
+    "llava-hf/llava-1.5-7b-hf --allowed-local-media-path /data --max-model-len 4096",
+    "Qwen/Qwen3-8B --structured-outputs-config {overrides}",
+    "Qwen/Qwen3-8B --enable-prefix-caching --kv-cache-memory-bytes 8G --max-num-seqs 32 -asc 2",
+    "meta-llama/Llama-3.2-1B-Instruct --dtype bfloat16 --block-size 128 --enforce-eager --seed 1",
 ]
 REFUSED = {  # by place in the list: how the sentence begins
     4: "--root-path. Have the proxy in front take the prefix off the path",
@@ -309,6 +398,9 @@ REFUSED = {  # by place in the list: how the sentence begins
     21: "--enable-lora. Adapters are not served: merge them into the weights",
     22: "--speculative-config. There is no speculative decoding",
     23: "--ssl-keyfile. TLS ends at an ingress or a reverse proxy in front",
+    25: "--limit-mm-per-prompt. Models read and write text alone",
+    26: "--allowed-local-media-path. Models read and write text alone",
+    27: "--structured-outputs-config. Grammars are always xgrammar's",
 }
 
 
