@@ -89,7 +89,7 @@ def _report(given: argparse.Namespace, server: Server) -> int:
         results.append(try_client(client, server, given.cache))
         if given.page:
             day = datetime.now(UTC).date()
-            PAGE.write_text(page_with(PAGE.read_text(), results, day))
+            PAGE.write_text(page_with(PAGE.read_text(), results[-1:], day))
     console.print(table(results))
     return int(any(result.outcome is Outcome.FAILED for result in results))
 

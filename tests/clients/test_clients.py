@@ -102,6 +102,26 @@ def test_a_page_gets_the_rows_of_a_run_in_the_order_of_the_catalogue():
         page_with("# Clients\n", runs, date(2026, 12, 1))
 
 
+def test_the_command_writes_the_row_of_each_run_and_leaves_those_of_others(monkeypatch, tmp_path):
+    page = tmp_path / "clients.md"
+    page.write_text(PAGE.read_text())
+    first, second = CLIENTS[:2]
+
+    def tried(client, *_):
+        if client is second:  # another run has written meanwhile
+            newer = [Result(first, Outcome.FAILED, reason="newer")]
+            page.write_text(page_with(page.read_text(), newer, date(2026, 12, 1)))
+        return Result(client, Outcome.PASSED, client.checks)
+
+    monkeypatch.setattr("tests.clients.__main__.PAGE", page)
+    monkeypatch.setattr("tests.clients.__main__.try_client", tried)
+    assert main(["--url", SERVER.url, "--page", "--only", first.name, second.name]) == 0
+    rows = rows_of(page.read_text())
+    assert rows[first.name] == row_of(first, "failed: newer", "2026-12-01")
+    assert rows[second.name].passed == ALL
+    assert list(rows) == [client.name for client in CLIENTS]
+
+
 def is_installed(client):
     names = [re.split(r"[\[=]", package)[0] for package in client.packages]
     return all(any(metadata.distributions(name=name)) for name in names)
