@@ -103,10 +103,11 @@ class ShardedParameter(torch.nn.Parameter):
         pieces: Sequence[Piece] = (),
     ) -> ShardedParameter:
         """Return a parameter that takes no memory until something is loaded; what is not loaded then is zero."""
-        vacant = device.type != "meta"  # which has no memory, but strides
-        held = torch.zeros(() if vacant else tuple(shape), dtype=dtype, device=device)
-        made = cls(held.expand(tuple(shape)), axis, pieces)
-        made.vacant = vacant
+        full = tuple(shape)
+        if device.type == "meta":  # which has no memory and no contents, but strides
+            return cls(torch.empty(full, dtype=dtype, device=device), axis, pieces)
+        made = cls(torch.zeros((), dtype=dtype, device=device).expand(full), axis, pieces)
+        made.vacant = True
         return made
 
     def allocate(self) -> None:

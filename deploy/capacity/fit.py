@@ -36,7 +36,8 @@ class Measured:
         # How much memory the cache gets changes nothing of it.
         key = replace(config, gpu_memory_utilization=1.0, kv_cache_memory_bytes=None, num_kv_blocks=None)
         if key not in self._found:
-            self._found[key] = footprint_of(config, model)
+            known = next(iter(self._found.values()), None)
+            self._found[key] = footprint_of(config, model, None if known is None else known.parameters)
         return self._found[key]
 
 

@@ -5,6 +5,7 @@ A family that lands in the registry is described by what it is made of; nothing 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -31,6 +32,8 @@ from parallel.linear import ParallelLinear
 
 # Small enough to be built in no time, with a layer of each kind: patterns of layers repeat within eight.
 NUM_LAYERS = 8
+NUM_EXPERTS = 16  # at most: enough for all groups of experts, and for those that a token is sent to
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as configs call them
 # Of families whose defaults in transformers are no model that could be run, or show not all kinds of their layers.
 EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "DeepseekV2ForCausalLM": {"moe_intermediate_size": 1408},
@@ -134,10 +137,10 @@ def _splits(architecture: str, types: tuple[str, ...]) -> bool:
 
 
 def _built(architecture: str, types: tuple[str, ...], size: int) -> CausalLM:
-    return blueprint(default_config(architecture, types), size)
+    return blueprint(default_config(architecture, types, NUM_EXPERTS), size)
 
 
-def default_config(architecture: str, types: tuple[str, ...]) -> ModelConfig:
+def default_config(architecture: str, types: tuple[str, ...], most_experts: int = sys.maxsize) -> ModelConfig:
     """Return the config that transformers gives a family where nothing is said, with few layers.
 
     Raises `CheckpointError` for an architecture that transformers does not know.
@@ -146,5 +149,6 @@ def default_config(architecture: str, types: tuple[str, ...]) -> ModelConfig:
         raise CheckpointError(f"architecture {architecture!r}: the installed transformers has no config of it")
     name = next((name for name in types if name.endswith("_text")), types[0])
     values: dict[str, Any] = AutoConfig.for_model(name, num_hidden_layers=NUM_LAYERS).to_dict()
+    values |= {key: min(values[key], most_experts) for key in EXPERT_COUNTS if isinstance(values.get(key), int)}
     values |= {**EXAMPLES.get(architecture, {}), "architectures": [architecture]}
     return replace(ModelConfig.of(values), implementation="native")

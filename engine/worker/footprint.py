@@ -135,8 +135,11 @@ class Footprint:
     counts: StepCounts
 
 
-def footprint_of(config: EngineConfig, model: ModelConfig) -> Footprint:
-    """Return the sizes of a model. config: resolved (dtype, max_model_len). Raises as `check_model` does."""
+def footprint_of(config: EngineConfig, model: ModelConfig, parameters: int | None = None) -> Footprint:
+    """Return the sizes of a model. config: resolved (dtype, max_model_len). Raises as `check_model` does.
+
+    parameters: of the whole model where they are known; to count them may take as long as all else.
+    """
     built = build_blueprint(config, model)
     specs, _ = attention_specs(built.cached, config, META)
     weights = sum(weight.nbytes for weight in built.parameters())
@@ -151,7 +154,7 @@ def footprint_of(config: EngineConfig, model: ModelConfig) -> Footprint:
         for part in built.attention
     ]
     found = Footprint(
-        parameters=_parameters(config, model, built),
+        parameters=_parameters(config, model, built) if parameters is None else parameters,
         weight_bytes=weights + _table_bytes(built),
         step_bytes=0,
         graph_bytes=0,

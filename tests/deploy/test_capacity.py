@@ -239,11 +239,16 @@ def test_more_bytes_of_cache_than_are_left_are_refused_with_how_many_are(folder)
     assert text.endswith("Any of these does: leaving --kv-cache-memory-bytes out, --gpu B300")
     found = plan_capacity(EngineConfig(model, kv_cache_memory_bytes=most), "H100", Wanted()).fit
     assert most - found.kv_bytes < found.footprint.block_bytes
-    text, _ = refusal(model, "H100", kv_cache_memory_bytes=1000)
-    least = int(text.split("raise --kv-cache-memory-bytes to ")[1].split(".")[0])
-    found = plan_capacity(EngineConfig(model, kv_cache_memory_bytes=least), "H100", Wanted()).fit
-    assert found.config.context_len == found.model.max_positions
-    refusal(model, "H100", kv_cache_memory_bytes=least - 1, max_model_len=found.config.context_len)
+
+
+def test_bytes_of_cache_that_hold_no_context_are_refused_with_how_many_do():
+    with pytest.raises(ConfigError, match="fewer than max_model_len=131072") as refused:
+        held(gpu="H100", kv_cache_memory_bytes=1000)
+    assert refused.value.flag == "kv_cache_memory_bytes"
+    least = int(str(refused.value).split("raise kv_cache_memory_bytes to ")[1])
+    assert held(gpu="H100", kv_cache_memory_bytes=least).config.context_len == 131072
+    with pytest.raises(ConfigError, match="fewer than"):
+        held(gpu="H100", kv_cache_memory_bytes=least - 1, max_model_len=131072)
 
 
 def test_a_context_beyond_the_model_is_refused_as_the_engine_does(folder):
