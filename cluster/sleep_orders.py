@@ -21,28 +21,28 @@ ASLEEP = "asleep"  # code of the error of requests that a sleeping model gets
 
 
 class SleepOrder(msgspec.Struct, frozen=True):
-    """What is wanted of a model from now on. ticket: tells orders apart. asleep: which of `TAGS` are to sleep.
+    """What is wanted of a model from now on. ticket: tells orders apart. number: how many there were, with this one.
 
-    level: as of `EngineCore.sleep`; 0 = all is to be awake. mode: one of `MODES`, or "". at: seconds since the epoch.
+    asleep: which of `TAGS` are to sleep. level: as of `EngineCore.sleep`; 0 = all is to be awake. mode: one of
+    `MODES`, or "".
     """
 
     ticket: str = ""
+    number: int = 0
     level: int = 0
     asleep: tuple[str, ...] = ()
     mode: str = ""
-    at: float = 0.0
 
-    def waking(self, tags: Collection[str], now: float) -> SleepOrder:
-        """Return the order that wakes these parts beside those that are awake."""
+    def sleeping(self, level: int, mode: str) -> SleepOrder:
+        """Return the next order, by which all of the model sleeps. level: one of `LEVELS`."""
+        if level not in LEVELS:
+            raise ValueError(f"level must be 1 or 2, not {level}")
+        return SleepOrder(token_hex(8), self.number + 1, level, TAGS, mode)
+
+    def waking(self, tags: Collection[str]) -> SleepOrder:
+        """Return the next order, which wakes these parts beside those that are awake."""
         asleep = tuple(tag for tag in self.asleep if tag not in tags)
-        return SleepOrder(token_hex(8), self.level if asleep else 0, asleep, self.mode, now)
-
-
-def order_to_sleep(level: int, mode: str, now: float) -> SleepOrder:
-    """Return the order by which a whole model sleeps. level: one of `LEVELS`."""
-    if level not in LEVELS:
-        raise ValueError(f"level must be 1 or 2, not {level}")
-    return SleepOrder(token_hex(8), level, TAGS, mode, now)
+        return SleepOrder(token_hex(8), self.number + 1, self.level if asleep else 0, asleep, self.mode)
 
 
 class OrderBook(Protocol):

@@ -61,7 +61,7 @@ class Sleeper:
         else:
             logger.info("%s", f"asleep at level {level}: {', '.join(asleep)}" if asleep else "awake")
         self._at_it = False
-        self.state = SleepState(order.ticket, level, asleep, released, clipped(failed))
+        self.state = SleepState(order.ticket, order.number, level, asleep, released, clipped(failed))
         self._tell(self.state)
 
 

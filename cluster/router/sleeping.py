@@ -12,8 +12,8 @@ from cluster.admission.admission_queue import AdmissionQueue
 from cluster.errors import ApiError
 from cluster.router.dispatcher import Dispatcher
 from cluster.router.replica_handle import ReplicaHandle
-from cluster.sleep_orders import ABORT, ASLEEP, OrderBook, SleepOrder, order_to_sleep
-from engine.worker.sleep import KV_CACHE
+from cluster.sleep_orders import ABORT, ASLEEP, OrderBook, SleepOrder
+from engine.worker.sleep import KV_CACHE, TAGS
 
 logger = logging.getLogger(__name__)
 LOOK_AGAIN = 0.05  # seconds between two looks at how far the replicas are
@@ -55,7 +55,14 @@ class SleepingModel:
 
     def refusal(self) -> ApiError | None:
         """Return the error of a request that comes now, None where it is taken."""
-        return self._error() if self.order.asleep else None
+        if not self.order.asleep or self._is_woken_by_another():
+            return None
+        return self._error()
+
+    def _is_woken_by_another(self) -> bool:
+        """Whether the replicas are awake by an order that another router gave, and this one has yet to look at."""
+        linked = self._dispatcher.linked
+        return bool(linked) and all(one.sleep.number > self.order.number and not one.asleep for one in linked)
 
     def obey(self, order: SleepOrder) -> None:
         """Take in the order in force."""
@@ -74,25 +81,25 @@ class SleepingModel:
         """Have all replicas sleep; returns when they do.
 
         Raises `ApiError`: `requests_running` (409) where some run and no `mode` says what is to become of them, and
-        400 where it sleeps less deeply; 503 where a replica could not, and then all are woken again.
+        400 where it sleeps less deeply, or in part; 503 where a replica could not, and then all are woken again.
         """
+        self.obey(await asyncio.to_thread(self._book.read))
         if self.order.asleep:
-            if level > self.order.level:
-                message = f"{self.model_id} sleeps at level {self.order.level}; POST /wake_up before level {level}"
-                raise ApiError("invalid_value", message, param="level")
-            if self.order.asleep == order_to_sleep(level, mode, 0.0).asleep:
+            if self.order.asleep == TAGS and level <= self.order.level:
                 return
-        elif not mode and (running := await self._still_running()):
+            parts = " and ".join(self.order.asleep)
+            message = f"{parts} of {self.model_id} sleep at level {self.order.level}; POST /wake_up before"
+            raise ApiError("invalid_value", message, param="level")
+        if not mode and (running := await self._still_running()):
             message = (
                 f"{running} requests of {self.model_id} run or wait: add mode=wait to let them finish first, "
                 "mode=abort to end them, or mode=keep to go on with them after /wake_up"
             )
             raise ApiError("requests_running", message, param="mode", status=409)
-        before = self.order
         try:
-            await self._give(order_to_sleep(level, mode, time.time()))
+            await self._give(self.order.sleeping(level, mode))
         except _FailedError as error:
-            await self._write(before.waking(before.asleep, time.time()))
+            await self._write(self.order.waking(TAGS))
             message = f"replica {error.replica} cannot sleep, so {self.model_id} is woken again: {error.why}"
             raise ApiError("out_of_memory", message) from error
 
@@ -101,10 +108,11 @@ class SleepingModel:
 
         Raises `ApiError` (503) where a replica could not wake up: it sleeps on, and may be woken again.
         """
-        if not self.order.asleep and not self.is_sleeping:
+        self.obey(await asyncio.to_thread(self._book.read))
+        if not self.is_sleeping:
             return
         try:
-            await self._give(self.order.waking(tags, time.time()))
+            await self._give(self.order.waking(tags))
         except _FailedError as error:
             message = f"replica {error.replica} cannot wake up, POST /wake_up tries again: {error.why}"
             raise ApiError("out_of_memory", message) from error

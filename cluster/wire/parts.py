@@ -94,11 +94,13 @@ class ReplicaCosts(Packed, frozen=True):
 class SleepState(Packed, frozen=True):
     """How far a replica has carried out an order to sleep or to wake (`cluster.sleep_orders`).
 
-    ticket: of the latest order that it is done with, "" = of none. level / asleep: at which level which parts sleep.
-    released: those of them whose memory is free on all ranks. failed: why that order could not be carried out.
+    ticket / number: of the latest order that it is done with, "" and 0 = of none. level / asleep: at which level
+    which parts sleep. released: those of them whose memory is free on all ranks. failed: why that order could not be
+    carried out.
     """
 
     ticket: Name = ""
+    number: Count = 0
     level: Count = 0
     asleep: tuple[Name, ...] = ()
     released: tuple[Name, ...] = ()

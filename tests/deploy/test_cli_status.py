@@ -115,3 +115,16 @@ def test_it_needs_no_ray() -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 2, result.stderr
     assert result.stdout.startswith("unreachable")
+
+
+def test_a_model_that_sleeps_is_not_ready_and_what_wakes_it_is_said() -> None:
+    asleep = {"id": "aaaa1111", "state": "asleep", "sleep_level": 2, "running": 0, "waiting": 0, "kv_usage": 0.0}
+    body = READY | {"ready": False, "asleep": ["demo"], "states": [asleep]}
+    del body["notice"]
+    text = shown(body)
+    for words in ("NOT READY", "asleep", "at level 2", "/wake_up"):
+        assert words in text
+    first, replica = lines(read_report(ADDRESS, body, METRICS))
+    assert "asleep: demo" in first
+    assert "asleep" in replica.split()
+    assert "sleep_level=2" in replica

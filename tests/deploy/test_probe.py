@@ -93,3 +93,11 @@ def test_an_unknown_probe_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["dashboard"])
     assert "invalid choice: 'dashboard'" in capsys.readouterr().err
+
+
+def test_an_app_that_was_put_to_sleep_is_well_for_it_has_to_be_woken():
+    with answering(ready=(503, '{"ready": false, "asleep": ["demo"]}', None)) as port:
+        assert trouble(Probe(port, "/ready")) is None
+    for body in ('{"ready": false, "asleep": []}', '{"ready": false}', "[]"):
+        with answering(ready=(503, body, None)) as port:
+            assert "503" in trouble(Probe(port, "/ready"))

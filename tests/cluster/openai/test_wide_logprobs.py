@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
+from cluster.errors import ApiError
 from cluster.openai.choices import PlacedLogprob
 from cluster.openai.frames import chat_logprobs
 from cluster.openai.validation import parse_chat, parse_completion
+from cluster.router.logprob_room import LogprobRoom
 from engine.errors import InvalidRequestError
 from engine.report import TokenLogprob
 from engine.sampling_params import MOST_LOGPROBS, SamplingParams
@@ -142,3 +145,28 @@ async def test_so_many_run_at_a_time_as_routers_can_hold_and_those_who_leave_mak
         runs[0].cancel()
         replica.executor.allow(2)
         assert (await runs[2]).logprobs
+
+
+async def test_who_waits_for_room_does_so_until_its_deadline_and_in_order():
+    room = LogprobRoom(most=10)
+    now = asyncio.get_running_loop().time
+
+    def ask(tokens: int, deadline: float | None = None):
+        return room.of(replace(request("a", 5, max_tokens=tokens, logprobs=-1), deadline=deadline), 1)
+
+    async with ask(8):
+        async with ask(2):
+            with pytest.raises(ApiError) as late:
+                async with ask(1, deadline=now() + 0.02):
+                    pass
+        assert late.value.code == "deadline_exceeded"
+        large = asyncio.create_task(ask(9).__aenter__())
+        one = ask(1)
+        small = asyncio.create_task(one.__aenter__())
+        await asyncio.sleep(0.02)
+        assert not small.done(), "it would pass one that came before"
+        large.cancel()
+        await small
+        await one.__aexit__(None, None, None)
+    async with ask(1000):
+        pass  # more than there is room for has all of it

@@ -169,7 +169,7 @@ async def test_it_is_deleted_while_it_runs(model):
         assert gone.json() == {"id": name, "object": "response", "deleted": True}
         for again in (client.get, client.delete):
             answer = await again(f"/v1/responses/{name}")
-            assert answer.status_code == 400
+            assert answer.status_code == 404
             assert answer.json()["error"]["code"] == "not_found"
     assert source.closed == [name]
 
@@ -322,7 +322,7 @@ async def test_a_conversation_cannot_go_on_from_what_is_not_there_or_failed(mode
     async with client_for(app_for(source, model)) as client:
         body = {"model": MODEL, "input": "more", "previous_response_id": "resp_1"}
         answer = await client.post("/v1/responses", json=body)
-        assert answer.status_code == 404
+        assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "previous_response_id"
         name = (await client.post("/v1/responses", json=asked())).json()["id"]
         await client.post(f"/v1/responses/{name}/cancel")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from cluster.router.dispatcher_config import DispatcherConfig
-from cluster.router.readiness import STALLED, ready_body, replica_states
+from cluster.router.readiness import ASLEEP, STALLED, app_ready_body, ready_body, replica_states
+from cluster.sleep_orders import SleepOrder
 from cluster.wire.link import LOST, Announcement, LinkAddress
 from tests.cluster.cluster_lab import Lab, until
 from tests.engine.engine_driver import request
@@ -67,3 +68,18 @@ async def test_a_replica_whose_step_does_not_end_is_stalled_and_nothing_is_ready
         hung.executor.allow(100)
         await running
         await until(lambda: lab.dispatcher.ready)
+
+
+async def test_a_replica_that_sleeps_is_there_and_takes_nothing() -> None:
+    async with Lab() as lab:
+        replica = await lab.start("a")
+        replica.core.obey(SleepOrder().sleeping(2, ""))
+        await until(lambda: lab.dispatcher.replicas()[0].asleep == 2)
+        assert ready_body(lab.dispatcher, announced("a")) == {"ready": False, "replicas": []}
+        (state,) = replica_states(lab.dispatcher.replicas(), [], 1, 0.0)
+        assert state.public() | {"id": "a"} == {
+            "id": "a", "state": ASLEEP, "sleep_level": 2, "running": 0, "waiting": 0, "kv_usage": 0.0,
+        }  # fmt: skip
+    bodies = [("one", {"ready": False, "replicas": [], "asleep": 1}), ("two", {"ready": True, "replicas": []})]
+    body = app_ready_body(bodies)
+    assert (body["ready"], body["asleep"]) == (True, ["one"])

@@ -197,6 +197,20 @@ async def test_a_replica_that_dies_asleep_comes_back_asleep(sleepers):
     assert await sleepers.collect(long_request("x")) == oracle(long_request("x"))
 
 
+async def test_another_routers_order_counts_before_this_one_has_looked(sleepers):
+    """Whoever wakes a model may use it at once, whichever router the next request comes to."""
+    await sleepers.start("a")
+    await sleepers.post("/sleep")
+    told = sleepers.book.obey
+    sleepers.book.write(sleepers.book.order.waking(("weights", "kv_cache")))  # by a router that this one is not
+    await until(lambda: not sleepers.lab.dispatcher.replicas()[0].asleep)
+    assert len(told) == 1, "the replica alone has looked"
+    assert sleepers.sleeping.order.asleep
+    assert await sleepers.collect(long_request("x")) == oracle(long_request("x"))
+    answer = await sleepers.post("/sleep", level=2)
+    assert answer.json()["level"] == 2, "it has looked before it gives an order of its own"
+
+
 async def test_where_a_replica_cannot_sleep_all_are_awake_again(sleepers, monkeypatch):
     fine, full = await sleepers.start("a"), await sleepers.start("b")
 
@@ -218,6 +232,9 @@ async def test_deeper_sleep_needs_waking_first_and_the_same_again_is_nothing(sle
     await sleepers.post("/sleep", level=1)
     assert (await sleepers.post("/sleep", level=1)).status_code == 200
     answer = await sleepers.post("/sleep", level=2)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "level")
+    await sleepers.post("/wake_up", tags="weights")
+    answer = await sleepers.post("/sleep", level=1)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "level")
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+from fnmatch import fnmatchcase
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -159,6 +162,34 @@ VLLMS_OWN = {
 
 def test_a_router_shows_what_vllms_own_test_looks_for() -> None:
     assert {f"vllm:{name}" for name in VLLMS_OWN} <= {family.name for family in shown(vllm=True)}
+
+
+VLLM_METRICS = Path(__file__).parent / "vllm_metrics.txt"  # all names in the sources of vLLM 0.32
+PEER = "SQUADRON_VLLM_PACKAGE"  # environment variable: the folder of an installed vLLM
+
+
+def refused_names() -> list[str]:
+    """Names, or their beginnings with a *, in the first column of the page's table of what is not here."""
+    rows = PAGE.read_text(encoding="utf-8").partition("| vLLM's, not here |")[2].partition("\n\n")[0].splitlines()
+    return [name for row in rows[2:] for name in re.findall("`([^`]+)`", row.split("|")[1])]
+
+
+def test_every_name_of_vllms_is_here_or_refused_by_a_sentence() -> None:
+    here = {family.vllm for family in TABLE if family.vllm}
+    known = VLLM_METRICS.read_text(encoding="utf-8").split()
+    assert here <= {*known}, "an alias of nothing"
+    refused = refused_names()
+    for name in known:
+        assert (name in here) != any(fnmatchcase(name, one) for one in refused), name
+    for one in refused:
+        assert any(fnmatchcase(name, one) for name in known), f"{one} is none of vLLM's"
+
+
+@pytest.mark.skipif(not os.environ.get(PEER), reason=f"no vLLM to read: set {PEER} to the folder of its package")
+def test_the_names_are_those_of_the_vllm_that_is_installed() -> None:
+    sources = [one.read_text(encoding="utf-8") for one in Path(os.environ[PEER]).rglob("*.py")]
+    found = {name for text in sources for name in re.findall("[\"']vllm:([a-z0-9_]+)", text)}
+    assert found - {"diffusion", "spec_decode"} == {*VLLM_METRICS.read_text(encoding="utf-8").split()}
 
 
 def test_reasons_of_waiting_add_up_to_all_that_wait() -> None:

@@ -74,7 +74,7 @@ def test_messages_going_up_arrive_as_sent(message):
         Rejected(7, "code", "text", "param"),
         Heartbeat(9, LOAD),
         Heartbeat(9, LOAD, 3, 2, COSTS, 49, [16, 32, 33]),
-        Heartbeat(9, LOAD, sleep=SleepState("7f3a", 1, ("weights", "kv_cache"), ("kv_cache",), "no room")),
+        Heartbeat(9, LOAD, sleep=SleepState("7f3a", 3, 1, ("weights", "kv_cache"), ("kv_cache",), "no room")),
         Draining(),
         Draining(hand_over=True),
         Explained(3, [Waited(2.5, Wait.BLOCKS, "9 for its tokens"), Waited(0.0, Wait.RUNS)]),

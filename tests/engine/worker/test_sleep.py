@@ -199,3 +199,18 @@ def test_an_engine_that_finds_no_room_to_sleep_goes_on():
     driver.core.wake_up()
     driver.drain()
     assert driver.tokens["one", 0] == expected(one)
+
+
+@pytest.mark.parametrize(
+    ("device", "level", "released"),
+    [("cpu", 1, ("kv_cache",)), ("cpu", 2, ("weights", "kv_cache")), ("cuda", 1, ("weights", "kv_cache"))],
+)
+def test_what_is_asleep_and_what_memory_that_frees_is_told(device, level, released):
+    """On a CPU the weights are in the host's memory anyway: at level 1 they stay where they are."""
+    driver = Driver(device=device)
+    assert (driver.core.sleep_level, driver.core.asleep, driver.core.released) == (0, (), ())
+    driver.core.sleep(level)
+    assert (driver.core.sleep_level, driver.core.asleep) == (level, ("weights", "kv_cache"))
+    assert driver.core.released == released
+    driver.core.wake_up(["weights"])
+    assert driver.core.asleep == driver.core.released == ("kv_cache",)
