@@ -35,7 +35,7 @@ class MessageWriter:
         """request: what the call has become, with the tokens of output that the context leaves."""
         self._call = asked.call
         self._model_id = model_id
-        self._cut_by_context = (request.params.max_tokens or 0) < asked.fields.max_tokens
+        self._cut_by_context = (request.params.max_tokens or 0) < (asked.call.params.max_tokens or 0)
         thinking = asked.fields.thinking
         self._omits = thinking is not None and thinking.display == "omitted"
         self._frames: list[bytes] = []
