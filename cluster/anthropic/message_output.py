@@ -102,9 +102,10 @@ class MessageWriter:
         if self._reason == "length":
             return "model_context_window_exceeded" if self._cut_by_context else "max_tokens"
         # A call that was cut short must not run.
-        if self._stop_string and not (isinstance(last, ToolUseBlock) and last.is_whole):
+        call = last if isinstance(last, ToolUseBlock) else None
+        if self._stop_string and not (call is not None and call.is_whole):
             return "stop_sequence"
-        return "tool_use" if self._reason == "tool_calls" else "end_turn"
+        return "tool_use" if self._reason == "tool_calls" and not (call is not None and call.is_cut) else "end_turn"
 
     def _thinking(self) -> ThinkingBlock:
         if not isinstance(self._open, ThinkingBlock):
@@ -232,6 +233,11 @@ class ToolUseBlock(Block):
         except DecodeError:
             return False
         return True
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the arguments have begun well, and are not complete: clients would take what there is for all."""
+        return not self.is_whole and INVALID not in input_of("".join(self._pieces))
 
     def _body(self, whole: str) -> Body:
         return {**self._call, "input": input_of(whole)}

@@ -167,6 +167,8 @@ async def test_thinking_that_is_to_be_omitted_has_no_text(thinker):
         (CALL, {"tools": [TOOL], "stop_sequences": ["</tool_call>"]}, "tool_use", None),
         (CALL, {"tools": [TOOL], "stop_sequences": ["Kö"]}, "stop_sequence", "Kö"),
         (CALL, {"tools": [TOOL], "max_tokens": 30}, "max_tokens", None),
+        (CALL.partition("ln")[0], {"tools": [TOOL]}, "end_turn", None),  # the model ended in the middle of it
+        (CALL.replace('"Köln"', "oops"), {"tools": [TOOL]}, "tool_use", None),  # its input says that it is no JSON
     ],
 )
 async def test_why_a_message_ended(model, text, fields, reason, stop):
