@@ -84,7 +84,10 @@ HTTP_OPERATIONS: Mapping[str, str] = {
     "/v1/messages": CHAT,
     "/v1/embeddings": EMBEDDINGS,
     "/v1/score": EMBEDDINGS,
+    "/score": EMBEDDINGS,
     "/v1/rerank": EMBEDDINGS,
+    "/v2/rerank": EMBEDDINGS,
+    "/rerank": EMBEDDINGS,
     "/invocations": CHAT,  # until it is known what its body is for
 }
 RPC_OPERATIONS: Mapping[str, str] = {"Chat": CHAT, "Generate": TEXT_COMPLETION, "Embed": EMBEDDINGS}

@@ -7,7 +7,9 @@ import pytest
 
 from cluster.admission.admission_queue import AdmissionQueue
 from cluster.admission.capacity import UNBOUNDED
+from cluster.ingress.exchange import REPEATED
 from cluster.telemetry.metrics import Metrics
+from cluster.telemetry.tracing.semantics import HTTP_OPERATIONS
 from tests.cluster.http.test_openai_embeddings import Pools
 from tests.openai_app import MODEL, app_for, client_for, front_for, saying, served_model, two_models_app
 
@@ -146,3 +148,17 @@ async def test_the_page_of_the_document_runs_and_loads_nothing(model):
         assert f"<code>{path}</code>" in page.text
     for name in document["components"]["schemas"]["ChatFields"]["properties"]:
         assert f"<code>{name}</code>" in page.text
+
+
+# POST routes that change something, and those that ask no model.
+EFFECTS = {"/v1/files", "/v1/batches", "/sleep", "/wake_up", "/drain"}
+WORDS = {"/tokenize", "/detokenize", "/v1/messages/count_tokens"}
+
+
+def test_every_route_outlives_its_router_and_is_traced(model):
+    """Routes are known by their paths to the ingress, which repeats what has no effect, and to tracing."""
+    app = app_for(saying(model, "ok"), model)
+    posts = {one.path for one in app._app.routes if "POST" in (one.methods or ()) and "{" not in one.path} - EFFECTS
+    assert "/invocations" in posts
+    assert posts <= REPEATED
+    assert posts - WORDS <= set(HTTP_OPERATIONS)
