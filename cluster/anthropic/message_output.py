@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from hashlib import blake2b
+from json import dumps
 from typing import Any
 
 from msgspec import DecodeError, json
@@ -247,6 +248,7 @@ def input_of(arguments: str) -> Body:
     """Return the input of a call: as far as it came where it was cut, and what is no JSON as `INVALID`."""
     try:
         found = from_json(arguments or "{}", allow_partial="trailing-strings")
+        dumps(found, allow_nan=False)  # there are numbers that JSON can write, and no client can hold
     except ValueError:
         return {INVALID: arguments}
     return found if isinstance(found, dict) else {INVALID: arguments}

@@ -203,6 +203,7 @@ async def test_a_prompt_beyond_the_context_is_told_in_anthropics_words(model):
         ('{"a": "tex', {"a": "tex"}),
         ("[1]", {INVALID: "[1]"}),
         ("{oops}", {INVALID: "{oops}"}),
+        ('{"a": 1e999}', {INVALID: '{"a": 1e999}'}),
     ],
 )
 def test_the_input_of_a_call_is_an_object_whatever_the_model_wrote(written, found):

@@ -104,7 +104,7 @@ async def test_an_invocation_is_what_its_body_says(model, body, kind):
 async def test_an_invocation_of_nothing_known_says_what_is(model):
     async with client_for(app_for(saying(model, "ok"), model)) as client:
         answer = await client.post("/invocations", json={"inputs": "hi"})
-    assert answer.status_code == 400
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
     assert "messages, prompt, input, documents, text_1" in answer.json()["error"]["message"]
 
 
