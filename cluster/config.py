@@ -77,7 +77,8 @@ class ServedModelConfig(EngineConfig):
         part of the content.
     chat_template: a file of Jinja, or the template itself, in the place of the model's own; None = that.
     generation_config: where the sampling parameters come from that a request leaves open: `auto`, the model's
-        generation_config.json; `vllm`, nowhere, so that they are neutral; or the folder of another such file.
+        generation_config.json; `vllm`, nowhere, so that they are neutral; or the folder of another such file. Its
+        `max_new_tokens` is also the most that any request gets.
     override_generation_config: what that is to say instead, a JSON object or a mapping.
     embedding_pooling: what an embedding is made of where the client does not say: `last`, the state of the last
         token, or `mean`, that of all.

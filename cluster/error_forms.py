@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from msgspec import json
+from starlette.datastructures import Headers
 
 from cluster.errors import ApiError
 
-MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
+MESSAGES, COUNT_TOKENS, MODELS = "/v1/messages", "/v1/messages/count_tokens", "/v1/models"
+VERSION_HEADER = "anthropic-version"
 # Anthropic's types of errors that have another one of OpenAI's.
 _BY_CODE = {
     "body_too_large": "request_too_large",
@@ -51,9 +53,15 @@ OPENAI_FORM, MESSAGES_FORM = ErrorForm(), MessagesForm()
 
 
 def form_of(scope: Mapping[str, Any]) -> ErrorForm:
-    """Return the form in which the route of a request (ASGI) gives its errors."""
+    """Return the form in which the route of a request (ASGI) gives its errors.
+
+    Models are told in the form of the API whose version the client names, and so is what is wrong with them.
+    """
     path = scope["path"].removeprefix(scope.get("root_path", ""))
-    return MESSAGES_FORM if path == MESSAGES or path.startswith(f"{MESSAGES}/") else OPENAI_FORM
+    if f"{path}/".startswith(f"{MESSAGES}/"):
+        return MESSAGES_FORM
+    by_version = f"{path}/".startswith(f"{MODELS}/") and VERSION_HEADER in Headers(scope=scope)  # type: ignore[arg-type]
+    return MESSAGES_FORM if by_version else OPENAI_FORM
 
 
 def error_of(error: ApiError) -> dict[str, Any]:

@@ -169,7 +169,7 @@ class CountTokensFields(Fields):
         "a text, or blocks of text; a block x-anthropic-billing-header is left out"
     )
     tools: Annotated[list[MessageTool], Field(fail_fast=True), at_most(MAX_TOOLS, "tools")] | None = note(
-        "type custom, at most 128, where the model's chat template reads tools; their schemas bind calls that are "
+        "type custom, at most 1024, where the model's chat template reads tools; their schemas bind calls that are "
         "forced (strict or not), and only inform those that are not"
     )
     tool_choice: MessageToolChoice | None = note("auto, any, tool or none, with disable_parallel_tool_use")

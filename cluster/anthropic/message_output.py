@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from hashlib import blake2b
+from json import dumps
 from typing import Any
 
 from msgspec import DecodeError, json
@@ -35,7 +36,7 @@ class MessageWriter:
         """request: what the call has become, with the tokens of output that the context leaves."""
         self._call = asked.call
         self._model_id = model_id
-        self._cut_by_context = (request.params.max_tokens or 0) < asked.fields.max_tokens
+        self._cut_by_context = (request.params.max_tokens or 0) < (asked.call.params.max_tokens or 0)
         thinking = asked.fields.thinking
         self._omits = thinking is not None and thinking.display in ("omitted", "updates")
         self._frames: list[bytes] = []
@@ -102,9 +103,10 @@ class MessageWriter:
         if self._reason == "length":
             return "model_context_window_exceeded" if self._cut_by_context else "max_tokens"
         # A call that was cut short must not run.
-        if self._stop_string and not (isinstance(last, ToolUseBlock) and last.is_whole):
+        call = last if isinstance(last, ToolUseBlock) else None
+        if self._stop_string and not (call is not None and call.is_whole):
             return "stop_sequence"
-        return "tool_use" if self._reason == "tool_calls" else "end_turn"
+        return "tool_use" if self._reason == "tool_calls" and not (call is not None and call.is_cut) else "end_turn"
 
     def _thinking(self) -> ThinkingBlock:
         if not isinstance(self._open, ThinkingBlock):
@@ -233,6 +235,11 @@ class ToolUseBlock(Block):
             return False
         return True
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the arguments have begun well, and are not complete: clients would take what there is for all."""
+        return not self.is_whole and INVALID not in input_of("".join(self._pieces))
+
     def _body(self, whole: str) -> Body:
         return {**self._call, "input": input_of(whole)}
 
@@ -241,6 +248,7 @@ def input_of(arguments: str) -> Body:
     """Return the input of a call: as far as it came where it was cut, and what is no JSON as `INVALID`."""
     try:
         found = from_json(arguments or "{}", allow_partial="trailing-strings")
+        dumps(found, allow_nan=False)  # there are numbers that JSON can write, and no client can hold
     except ValueError:
         return {INVALID: arguments}
     return found if isinstance(found, dict) else {INVALID: arguments}

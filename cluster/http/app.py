@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from cluster.admission.keys import Tenant
 from cluster.admission.tenants import Tenancy
 from cluster.batch.server.store import Store
-from cluster.error_forms import COUNT_TOKENS, MESSAGES, error_of, form_of
+from cluster.error_forms import COUNT_TOKENS, MESSAGES, MODELS, VERSION_HEADER, error_of, form_of
 from cluster.errors import ApiError
 from cluster.http.batch_routes import BatchRoutes, FileRoutes
 from cluster.http.compat_routes import NOT_HERE, InvocationsEndpoint, ScoringEndpoint, compat_routes
@@ -39,7 +39,7 @@ from cluster.http.endpoints import (
 )
 from cluster.http.gate import Gate
 from cluster.http.kept_answers import InputItemsEndpoint, KeptChatEndpoint, KeptEndpoint, KeptResponseEndpoint
-from cluster.http.messages import VERSION_HEADER, CountTokensEndpoint, MessagesEndpoint
+from cluster.http.messages import CountTokensEndpoint, MessagesEndpoint
 from cluster.http.openapi import OPERATIONS, SERVED, openapi
 from cluster.http.sites import Sites
 from cluster.http.sleep_routes import sleep_routes
@@ -189,7 +189,7 @@ def _model_routes(models: Models) -> list[Route]:
         name = request.path_params["name"]
         return _json(_card(models.named(name).model, name, request))
 
-    return [Route("/v1/models", list_models), Route("/v1/models/{name:path}", one_model)]
+    return [Route(MODELS, list_models), Route(f"{MODELS}/{{name:path}}", one_model)]
 
 
 def _card(model: ServedModel, name: str, request: Request) -> dict[str, Any]:

@@ -109,7 +109,8 @@ class InvocationsEndpoint(Responder):
         path = next((path for name, path in _MEANT.items() if fields.get(name) is not None), None)
         if path is None:
             known = ", ".join(_MEANT)
-            raise ApiError("missing_required_parameter", f"the body must have one of {known}", status=400)
+            missing = f"the body must have one of {known}"
+            raise ApiError("missing_required_parameter", missing, param="messages", status=400)
         if visit.context.trace is not None:
             visit.context.trace.operation = HTTP_OPERATIONS[path]
         if fields.get("model") is None:

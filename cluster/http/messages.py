@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from cluster.anthropic.message_input import MessageCall, count_tokens, our_name, parse_messages, renamed, too_long
 from cluster.anthropic.message_output import MessageWriter
+from cluster.error_forms import VERSION_HEADER
 from cluster.errors import ApiError
 from cluster.http.asgi import Answer
 from cluster.http.endpoints import Endpoint, Incoming, Services, TokensEndpoint, begun
@@ -27,7 +28,7 @@ from cluster.openai.served_model import ServedModel
 from engine.errors import InvalidRequestError
 from engine.request import Request
 
-VERSION_HEADER, VERSION = "anthropic-version", "2023-06-01"  # since then streams are of named events
+VERSION = "2023-06-01"  # since then streams are of named events
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -122,10 +122,16 @@ def build_requests(call: Call, model: ServedModel) -> list[Request]:
     for ids in prompts:
         _check_length(len(ids), wanted, model, param)
     params = model.tokenizer.with_bad_words(call.params)
-    if call.fits_output or call.thinking_budget is not None:
-        room = model.longest_sequence - max(map(len, prompts))
-        params = replace(params, max_tokens=min(params.max_tokens or room, room))
-    return [_request(call, params, number, ids, len(prompts)) for number, ids in enumerate(prompts)]
+    fitted = [_fitted(params, ids, call, model) for ids in prompts]
+    return [_request(call, fitted[number], number, ids, len(prompts)) for number, ids in enumerate(prompts)]
+
+
+def _fitted(params: SamplingParams, ids: Sequence[int], call: Call, model: ServedModel) -> SamplingParams:
+    """Return the parameters of a prompt, whose output is cut to the context where the call lets it be."""
+    if not call.fits_output and call.thinking_budget is None:
+        return params
+    room = model.longest_sequence - len(ids)
+    return replace(params, max_tokens=min(params.max_tokens or room, room))
 
 
 def prompt_ids(call: Call, model: ServedModel) -> list[list[int]]:

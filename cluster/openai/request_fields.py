@@ -30,7 +30,7 @@ from cluster.openai.fields import (
 from engine.errors import InvalidRequestError
 from engine.sampling_params import GrammarKind, StructuredOutput
 
-MAX_TOOLS = 128
+MAX_TOOLS = 1024  # OpenAI has 128; an agent may have the tools of many MCP servers
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")  # OpenAI has 64; agents name tools of MCP servers by both
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 MAX_CHOICES = 1024
@@ -308,7 +308,7 @@ class ChatFields(GenerationFields):
     )
     reasoning_effort: ReasoningEffort | None = note("where the model's chat template reads it, else a hint")
     tools: Tools | None = note(
-        "functions, at most 128, where the model's chat template reads tools; their schemas bind calls that are "
+        "functions, at most 1024, where the model's chat template reads tools; their schemas bind calls that are "
         "forced (strict or not), and only inform those that are not"
     )
     tool_choice: AnyToolChoice | None = note("none (tools are kept from the model), auto, required, or one function")
@@ -320,7 +320,10 @@ class ChatFields(GenerationFields):
         "enable_thinking and thinking, where the model's chat template reads them, else hints"
     )
     thinking_token_budget: int | None = note(
-        "tokens after which thinking is ended; needs --reasoning-parser, n 1 and no log-probabilities", 1, _MAX
+        "tokens after which thinking is ended; needs --reasoning-parser, n 1 and no log-probabilities; a hint where "
+        "the output must match something",
+        1,
+        _MAX,
     )
     include_reasoning: bool | None = note("false: thoughts are left out where the server parses them")
     separate_reasoning: bool | None = note("false: thoughts stay in the content, with their tags")

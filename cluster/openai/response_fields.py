@@ -156,7 +156,7 @@ class ResponseFields(Fields):
     top_p: float | None = note("above 0, at most 1", 0, 1)
     text: TextOptions | None = note("format of an answer that is no call: text, json_object, json_schema (enforced)")
     tools: Annotated[list[FunctionTool], Field(fail_fast=True), at_most(MAX_TOOLS, "tools")] | None = note(
-        "functions, at most 128, where the model's chat template reads tools; their schemas bind calls that are "
+        "functions, at most 1024, where the model's chat template reads tools; their schemas bind calls that are "
         "forced (strict or not), and only inform those that are not"
     )
     tool_choice: ResponseToolChoice | None = note(

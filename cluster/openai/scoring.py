@@ -33,7 +33,7 @@ _EMBEDDED = ("model", "pooling", "priority", "cache_salt", "truncate_prompt_toke
 def _texts(value: Any) -> list[str]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts or not all(isinstance(one, str) for one in texts):
-        raise PydanticCustomError("texts", "must be a string or a list of strings")
+        raise PydanticCustomError("texts", "must be a string or a list of at least one string")
     if len(texts) > MAX_TEXTS:
         raise PydanticCustomError("text_count", f"must hold at most {MAX_TEXTS} texts, not {len(texts)}")
     return texts

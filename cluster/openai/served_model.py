@@ -29,7 +29,8 @@ class ServedModel:
     by_priority: whether requests run by their priority; where not, one that is set is refused.
     strict_fields: whether fields that only hint, and have no use here, are refused.
     max_logprobs: most alternatives of a token that are told; -1 = all of the vocabulary.
-    sampling_defaults: fields of `SamplingParams` that hold where a request does not say.
+    sampling_defaults: fields of `SamplingParams` that hold where a request does not say; no request gets more tokens
+        than `max_tokens` there.
     matryoshka: lengths to which its embeddings may be cut, () = any; None = it was not trained for that.
     """
 

@@ -133,16 +133,35 @@ def _sampling_params(checked: GenerationFields, hints: Hints, model: ServedModel
     if len(stop) <= MAX_STOPS and "" in stop and not hints.strict:  # a string that is never reached stops nothing
         hints.ignore("stop")
         given["stop"] = tuple([one for one in stop if one])
-    open_default = "max_tokens" in model.sampling_defaults and more.get("max_tokens", 0) is None
-    said = {name: value for name, value in more.items() if not (open_default and name == "max_tokens")}
-    return SamplingParams(**{**model.sampling_defaults, **given, **said})
+    said = {**given, **more}
+    limit = model.sampling_defaults.get("max_tokens")
+    if limit is not None:
+        said["max_tokens"] = _within(int(limit), said.get("max_tokens"), _max_tokens_name(checked), hints)
+    return SamplingParams(**{**model.sampling_defaults, **said})
+
+
+def _within(limit: int, wanted: int | None, param: str, hints: Hints) -> int:
+    """Return the output tokens of a request where the generation config has the most that any may have.
+
+    Source: vLLM, `--generation-config`: its `max_new_tokens` is a limit for all requests.
+    """
+    if wanted is None or wanted <= limit:
+        return limit if wanted is None else wanted
+    message = f"{param} must be at most {limit}, the max_new_tokens of this server's generation config, not {wanted}"
+    hints.leave(InvalidRequestError(message, param, "unsupported_value"))
+    return limit
+
+
+def _max_tokens_name(checked: GenerationFields) -> str:
+    chat = checked if isinstance(checked, ChatFields) else None
+    return "max_tokens" if chat is None or chat.max_completion_tokens is None else "max_completion_tokens"
 
 
 def _common(
     prefix: str, checked: GenerationFields, params: SamplingParams, model: ServedModel, hints: Hints
 ) -> dict[str, Any]:
     """What calls of all kinds hold; the last step, since it notes which hints were found on the way."""
-    options = checked.stream_options
+    options, takes_default = checked.stream_options, getattr(checked, _max_tokens_name(checked)) is None
     _check_stream(checked, hints)
     check_priority(checked.priority, model)
     client_id = checked.request_id or ""
@@ -162,6 +181,8 @@ def _common(
         "cache_salt": checked_salt(checked.cache_salt),
         "client_id": client_id,
         "ignored": hints.names,
+        # What the server's config says must not be too much for a client's prompt.
+        "fits_output": takes_default and "max_tokens" in model.sampling_defaults,
     }
 
 

@@ -59,7 +59,8 @@ HELP = {
         "tool_call_parser": "Format of the model's tool calls; required for tool_choice auto.",
         "chat_template": "File of Jinja, or the template itself, in the place of the model's own.",
         "generation_config": "Where sampling parameters come from that requests leave open: auto = the model's "
-        "generation_config.json, vllm = neutral ones, or a folder with such a file.",
+        "generation_config.json, vllm = neutral ones, or a folder with such a file. Its max_new_tokens is the most "
+        "that any request gets.",
         "override_generation_config": "What that is to say instead, as a JSON object.",
         "reasoning_parser": "How the model marks its thinking, which is then separate from its answer.",
         "embedding_pooling": "How an embedding is made: from the last token, or the mean of all tokens.",

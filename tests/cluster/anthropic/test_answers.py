@@ -171,6 +171,8 @@ async def test_thinking_that_is_not_to_be_shown_has_no_text(thinker, wanted):
         (CALL, {"tools": [TOOL], "stop_sequences": ["</tool_call>"]}, "tool_use", None),
         (CALL, {"tools": [TOOL], "stop_sequences": ["Kö"]}, "stop_sequence", "Kö"),
         (CALL, {"tools": [TOOL], "max_tokens": 30}, "max_tokens", None),
+        (CALL.partition("ln")[0], {"tools": [TOOL]}, "end_turn", None),  # the model ended in the middle of it
+        (CALL.replace('"Köln"', "oops"), {"tools": [TOOL]}, "tool_use", None),  # its input says that it is no JSON
     ],
 )
 async def test_why_a_message_ended(model, text, fields, reason, stop):
@@ -205,6 +207,7 @@ async def test_a_prompt_beyond_the_context_is_told_in_anthropics_words(model):
         ('{"a": "tex', {"a": "tex"}),
         ("[1]", {INVALID: "[1]"}),
         ("{oops}", {INVALID: "{oops}"}),
+        ('{"a": 1e999}', {INVALID: '{"a": 1e999}'}),
     ],
 )
 def test_the_input_of_a_call_is_an_object_whatever_the_model_wrote(written, found):

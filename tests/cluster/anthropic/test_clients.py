@@ -110,6 +110,11 @@ async def test_models_are_listed_in_anthropics_form_to_who_names_its_version(mod
         plain = (await client.get("/v1/models")).json()
         listed = (await client.get("/v1/models", headers=VERSION)).json()
         one = (await client.get(f"/v1/models/{MODEL}", headers=VERSION)).json()
+        none = await client.get("/v1/models/claude", headers=VERSION)
+        none_plain = (await client.get("/v1/models/claude")).json()
+    assert (none.status_code, none.json()["type"], none.json()["error"]["type"]) == (404, "error", "not_found_error")
+    assert none.json()["request_id"] == none.headers["request-id"]
+    assert set(none_plain) == {"error"}
     assert set(plain) == {"object", "data"}
     assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, MODEL, MODEL)
     assert listed["data"] == [one]

@@ -234,6 +234,14 @@ async def test_what_is_said_of_it_is_so_and_in_this_apis_words(model, fields, wo
     assert answer.json()["error"]["message"].startswith(words)
 
 
+async def test_an_agent_may_have_the_tools_of_many_servers(model):
+    tools = [TOOL | {"name": f"mcp__server{i // 50}__tool{i}"} for i in range(300)]
+    source = saying(model, "ok")
+    answer = await post(source, replace(model, max_model_len=200_000), tools=tools)
+    assert answer.status_code == 200, answer.text
+    assert prompt_of(source, model).count("mcp__server") == 300
+
+
 async def test_blocks_whose_fields_are_null_are_as_without_them(model):
     def turns(use, result):
         return [USER, said("assistant", USE | use), said("user", RESULT | result)]

@@ -7,7 +7,9 @@ import pytest
 
 from cluster.admission.admission_queue import AdmissionQueue
 from cluster.admission.capacity import UNBOUNDED
+from cluster.ingress.exchange import REPEATED
 from cluster.telemetry.metrics import Metrics
+from cluster.telemetry.tracing.semantics import HTTP_OPERATIONS
 from tests.cluster.http.test_openai_embeddings import Pools
 from tests.openai_app import MODEL, app_for, client_for, front_for, saying, served_model, two_models_app
 
@@ -102,7 +104,7 @@ async def test_an_invocation_is_what_its_body_says(model, body, kind):
 async def test_an_invocation_of_nothing_known_says_what_is(model):
     async with client_for(app_for(saying(model, "ok"), model)) as client:
         answer = await client.post("/invocations", json={"inputs": "hi"})
-    assert answer.status_code == 400
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
     assert "messages, prompt, input, documents, text_1" in answer.json()["error"]["message"]
 
 
@@ -161,3 +163,17 @@ async def test_what_is_elsewhere_is_not_here_by_name(model, path, words):
     answer = await post(Pools(), model, path, input="a")
     assert answer.status_code == 404
     assert words in answer.json()["error"]["message"]
+
+
+# POST routes that change something, and those that ask no model.
+EFFECTS = {"/v1/files", "/v1/batches", "/sleep", "/wake_up", "/drain"}
+WORDS = {"/tokenize", "/detokenize", "/v1/messages/count_tokens"}
+
+
+def test_every_route_outlives_its_router_and_is_traced(model):
+    """Routes are known by their paths to the ingress, which repeats what has no effect, and to tracing."""
+    app = app_for(saying(model, "ok"), model)
+    posts = {one.path for one in app._app.routes if "POST" in (one.methods or ()) and "{" not in one.path} - EFFECTS
+    assert "/invocations" in posts
+    assert posts <= REPEATED
+    assert posts - WORDS <= set(HTTP_OPERATIONS)

@@ -170,7 +170,7 @@ BAD_CHATS = [
         400,
         "tools[0].function.parameters",
     ),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}] * 129}, 400, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}] * 1025}, 400, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}] * 2}, 400, "tools[1].function.name"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tool_choice"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}, 400, "tools"),
