@@ -24,6 +24,7 @@ from deploy.cli.flags import (
     all_but,
     in_flags,
     merge_settings,
+    seconds,
     with_settings,
 )
 from deploy.cli.keys import keys, with_key_file
@@ -166,10 +167,22 @@ def plan(
     ] = None,
     rps: Annotated[float | None, typer.Option(help="Requests per second at the peak.", rich_help_panel=LOAD)] = None,
     ttft: Annotated[
-        float | None, typer.Option(help="Maximum seconds to the first token, on average.", rich_help_panel=LOAD)
+        float | None,
+        typer.Option(
+            help="Maximum seconds to the first token, on average.",
+            parser=seconds,
+            metavar="<float>",
+            rich_help_panel=LOAD,
+        ),
     ] = None,
     tpot: Annotated[
-        float | None, typer.Option(help="Maximum seconds between two tokens, on average.", rich_help_panel=LOAD)
+        float | None,
+        typer.Option(
+            help="Maximum seconds between two tokens, on average.",
+            parser=seconds,
+            metavar="<float>",
+            rich_help_panel=LOAD,
+        ),
     ] = None,
     headroom: Annotated[
         float, typer.Option(help="Share of a replica's rate that is kept free for bursts.", rich_help_panel=LOAD)
