@@ -56,6 +56,11 @@ class Prices:
                 gpu = gpu_named(name.strip())
             except ConfigError as error:
                 raise ConfigError(f"gpu_prices{str(error).removeprefix('gpu')}", "gpu_prices") from None
+            if gpu.name in found:
+                raise ConfigError(
+                    f"gpu_prices: {gpu.name} has two prices, {found[gpu.name]:g} and {price:g}; leave one",
+                    "gpu_prices",
+                )
             found[gpu.name] = price
         return cls(found, per_node)
 

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from deploy.cli.flags import seconds
+
 LOAD = "Load"
 USUAL_INPUT = "1024, or what the context allows"
 USUAL_OUTPUT = "256, or what the context allows"
@@ -41,10 +43,22 @@ def plan(
     ] = None,
     rps: Annotated[float | None, typer.Option(help="Requests per second at the peak.", rich_help_panel=LOAD)] = None,
     ttft: Annotated[
-        float | None, typer.Option(help="Maximum seconds to the first token, on average.", rich_help_panel=LOAD)
+        float | None,
+        typer.Option(
+            help="Maximum seconds to the first token, on average.",
+            parser=seconds,
+            metavar="<float>",
+            rich_help_panel=LOAD,
+        ),
     ] = None,
     tpot: Annotated[
-        float | None, typer.Option(help="Maximum seconds between two tokens, on average.", rich_help_panel=LOAD)
+        float | None,
+        typer.Option(
+            help="Maximum seconds between two tokens, on average.",
+            parser=seconds,
+            metavar="<float>",
+            rich_help_panel=LOAD,
+        ),
     ] = None,
     headroom: Annotated[
         float, typer.Option(help="Share of a replica's rate that is kept free for bursts.", rich_help_panel=LOAD)

@@ -3,9 +3,11 @@
 Figures are the vendor's: memory, its bandwidth, and dense peak rates. Sheets that print rates "with sparsity" are
 halved. fp8 is with accumulation in fp32. Sources, all by NVIDIA:
 
-- A10: "NVIDIA A10 Tensor Core GPU", data sheet. A40: "NVIDIA A40", data sheet.
+- A10: "NVIDIA A10 Tensor Core GPU", data sheet; A10G, of AWS's G5: "NVIDIA A10G", data sheet. A40: "NVIDIA A40",
+  data sheet.
 - A30: "NVIDIA A30 Tensor Core GPU", data sheet.
-- A100-40GB, A100-80GB, A100-80GB-PCIe: "NVIDIA A100 Tensor Core GPU", data sheet (columns SXM and PCIe).
+- A100-40GB, A100-40GB-PCIe, A100-80GB, A100-80GB-PCIe: "NVIDIA A100 Tensor Core GPU", data sheet (columns SXM and
+  PCIe), of 40 GB its first edition.
 - L4: "NVIDIA L4 Tensor Core GPU", data sheet. L40, L40S: data sheets "NVIDIA L40" and "NVIDIA L40S".
 - H100, H100-NVL: "NVIDIA H100 Tensor Core GPU", data sheet (columns SXM and NVL); H100-PCIe: the same, first edition.
 - H200, H200-NVL: "NVIDIA H200 Tensor Core GPU", data sheet.
@@ -13,7 +15,8 @@ halved. fp8 is with accumulation in fp32. Sources, all by NVIDIA:
   one to a host.
 - B200: "NVIDIA Blackwell", data sheet, HGX B200, per GPU.
 - B300: "NVIDIA HGX B300", data sheet, an eighth of the board. Of this one the 288 GB are 10^9 bytes each, 268 GiB.
-- GB200: "NVIDIA GB200 NVL72", data sheet, a 72nd of the rack.
+- GB200, GB300: "NVIDIA GB200 NVL72" and "NVIDIA GB300 NVL72", data sheets, a 72nd of the rack. CUDA reports of a B200
+  7,680 lines at 3,996 MHz, 7.67 TB/s (pytorch/ao, pull request 4002).
 - RTX-PRO-6000: "NVIDIA RTX PRO 6000 Blackwell Server Edition", data sheet; RTX-PRO-6000-WS: "... Workstation Edition"
   with "NVIDIA RTX Blackwell PRO GPU Architecture", white paper, appendix.
 - RTX-3090: "NVIDIA Ampere GA102 GPU Architecture", white paper, appendix. RTX-4090: "NVIDIA Ada GPU Architecture",
@@ -105,11 +108,13 @@ GPUS: Mapping[str, Gpu] = {
         Gpu("RTX-PRO-6000-WS", 96, 1792, 126, 503.8, 1007.6, PCIE_5),
         Gpu("L4", 24, 300, 30.3, 121, 242.5, ecc_in_memory=True),
         Gpu("A10", 24, 600, 31.2, 125, ecc_in_memory=True),
+        Gpu("A10G", 24, 600, 31.5, 70, ecc_in_memory=True),
         Gpu("A40", 48, 696, 37.4, 149.7, ecc_in_memory=True),
         Gpu("L40", 48, 864, 90.5, 181, 362, ecc_in_memory=True),
         Gpu("L40S", 48, 864, 91.6, 362, 733, ecc_in_memory=True),
         Gpu("A30", 24, 933, 10.3, 165),
         Gpu("A100-40GB", 40, 1555, 19.5, 312, link=NVLINK_3),
+        Gpu("A100-40GB-PCIe", 40, 1555, 19.5, 312, link=BRIDGE_OF_A100),
         Gpu("A100-80GB", 80, 2039, 19.5, 312, link=NVLINK_3),
         Gpu("A100-80GB-PCIe", 80, 1935, 19.5, 312, link=BRIDGE_OF_A100),
         Gpu("H100-PCIe", 80, 2000, 51, 756.5, 1513, BRIDGE_OF_H100),
@@ -122,6 +127,7 @@ GPUS: Mapping[str, Gpu] = {
         Gpu("B200", 180, 7700, 75, 2250, 4500, NVLINK_5),
         Gpu("B300", 268, 8000, 75, 2250, 4500, NVLINK_5),
         Gpu("GB200", 186, 8000, 80, 2500, 5000, NVLINK_5_RACK),
+        Gpu("GB300", 279, 8000, 80, 2500, 5000, NVLINK_5_RACK),
     )
 }
 # Names under which one of them goes as well, in capitals: people's, and those of `nvidia-smi`, with which nodes are
@@ -129,7 +135,7 @@ GPUS: Mapping[str, Gpu] = {
 ALIASES: Mapping[str, str] = {
     "A100": "A100-80GB",
     "A100-SXM4-40GB": "A100-40GB",
-    "A100-PCIE-40GB": "A100-40GB",
+    "A100-PCIE-40GB": "A100-40GB-PCIe",
     "A100-SXM4-80GB": "A100-80GB",
     "H100-SXM": "H100",
     "H100-80GB": "H100",

@@ -12,6 +12,7 @@ from engine.errors import ConfigError, flag
 
 USUAL_INPUT, USUAL_OUTPUT = 1024, 256  # tokens of a request of which nothing else is said
 USUAL_HEADROOM = 0.2  # share of a replica's rate that is kept free for bursts
+MOST = 1e9  # requests a second, or seconds, that anybody means
 USUAL_SPARE = 1  # replicas beyond those that bear the load: one may die at the peak
 LEAST, NEARLY, EXACT = 1e-3, 0.98, 2e-3  # of the most requests a second: next to none, nearly all, and a difference
 
@@ -41,10 +42,16 @@ class ExpectedLoad:
         for name in ("input_len", "output_len"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1 token, not {getattr(self, name)}", name)
-        for name, unit in (("rps", "requests a second"), ("ttft", "seconds"), ("tpot", "seconds")):
+        for name, unit, works in (
+            ("rps", "requests a second", "20"),
+            ("ttft", "seconds", "1"),
+            ("tpot", "seconds", "0.05"),
+        ):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"{name} must be above 0 {unit}, not {value:g}", name)
+            if value is not None and not 0 < value <= MOST:
+                raise ConfigError(
+                    f"{name} must be above 0 and at most {MOST:,.0f} {unit}, such as {works}, not {value:g}", name
+                )
         if self.share is not None and not 0 < self.share <= 1:
             raise ConfigError(f"roofline_share must be above 0 and at most 1, not {self.share:g}", "roofline_share")
         if not 0 <= self.headroom < 1:

@@ -206,6 +206,14 @@ def notes(plan: CapacityPlan) -> list[str]:
     if fit.footprint.no_attention is not None:
         reason = in_flags(fit.footprint.no_attention)
         found.append(f"No attention made for GPUs serves it so, and the times above are of one: {reason}.")
+    if not fit.footprint.graph_bytes and not fit.config.enforce_eager and fit.footprint.no_attention is None:
+        why = (
+            "ranks with whole experts wait for the host" if fit.config.enable_expert_parallel else "this model waits"
+        )
+        found.append(
+            f"No CUDA graph replays its steps, as {why}: the host launches each of their "
+            f"{fit.footprint.counts.launches:,} kernels."
+        )
     if fit.config.tensor_parallel_size > 1 and fit.gpu.link.for_ranks(fit.config.tensor_parallel_size).network:
         found.append(
             f"So many ranks are on several nodes: {NETWORK.name} of {NETWORK.bandwidth * 8:g} Gb/s for each GPU is "

@@ -18,6 +18,7 @@ What the engine reaches was measured on one H100 (docs/gpu.md, 26 November 2026)
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -123,12 +124,22 @@ class Steps:
         config, model, found = fit.config, fit.model, fit.footprint
         self._footprint, self._config = found, config
         self._rate = fit.gpu.flops(config.dtype)
-        # Products in fp8 count as so many fewer in the dtype, in which the output head and attention stay.
-        self._in_layers = found.layer_products * self._rate / fit.gpu.flops(product_dtype(config, model))
+        # Products in fp8 count as so many fewer in the dtype, in which the output head and attention stay, and the
+        # rows of experts that multiply in one launch.
+        in_fp8 = self._rate / fit.gpu.flops(product_dtype(config, model))
+        self._experts = [
+            (layer, alike, layer.products * (1.0 if layer.in_one_launch else in_fp8))
+            for layer, alike in Counter(found.experts).items()
+        ]
+        of_experts = sum(layer.own * layer.products for layer in found.experts)
+        self._outside = found.layer_products - of_experts  # what every token is multiplied by
+        self._in_layers = self._outside * in_fp8 + sum(
+            alike * layer.top_k * layer.own / layer.count * products for layer, alike, products in self._experts
+        )
+        self._read_by_all = found.read_bytes - sum(layer.own * layer.read_bytes for layer in found.experts)
         quantization = quantization_of(config, model.quantization)
         widened = quantization is not None and quantization.widened
-        products = found.layer_products - found.grouped_products
-        self._widening = 2 * getattr(torch, config.dtype).itemsize * products if widened else 0
+        self._widened_bytes = 2 * getattr(torch, config.dtype).itemsize if widened else 0  # written, and read again
         self._bandwidth = fit.gpu.bytes_per_second
         self._layers = Counter((layer, layer.window or config.context_len) for layer in found.attention)
         self._written = sum(layer.token_bytes for layer in found.attention)  # what one new token adds to the cache
@@ -158,8 +169,8 @@ class Steps:
             moved += alike * (seen + sum(min(each.first, window) for each in chunks)) * layer.token_bytes
         return StepTime(
             compute=(products + attended) / self._rate,
-            weights=found.read_bytes / self._bandwidth,
-            widening=self._widening / self._bandwidth if rows > FEW_ROWS else 0.0,
+            weights=self._read(rows) / self._bandwidth,
+            widening=self._widened_bytes * self._made_plain(rows) / self._bandwidth,
             cache=(moved + rows * self._written) / self._bandwidth,
             exchanges=self._exchanges(rows),
             launches=LAUNCH_SECONDS * (found.counts.launches + found.counts.exchanges),
@@ -178,6 +189,25 @@ class Steps:
         return self.step(
             sequences, context, [Chunk(end - count, count) for end, count in zip(ends, chunked, strict=True)]
         )
+
+    def _read(self, rows: float) -> float:
+        """Return the bytes of weights that so many rows read: of experts, those that at least one row chooses.
+
+        Each row is taken to choose any `top_k` of a layer's experts alike, so that of n rows (1 - top_k / count)^n
+        miss an expert.
+        """
+        missed = ((layer, alike, math.pow(1 - layer.top_k / layer.count, rows)) for layer, alike, _ in self._experts)
+        return self._read_by_all + sum(
+            alike * layer.own * layer.read_bytes * (1 - share) for layer, alike, share in missed
+        )
+
+    def _made_plain(self, rows: float) -> float:
+        """Return the weights that products of so many rows make plain first, where they are quantised that way."""
+        found = float(self._outside) if rows > FEW_ROWS else 0.0
+        for layer, alike, _ in self._experts:
+            if not layer.in_one_launch and rows * layer.top_k / layer.count > FEW_ROWS:
+                found += alike * layer.own * layer.products
+        return found
 
     def _exchanges(self, rows: float) -> float:
         """Return the seconds of all sums, as many bytes each as on average."""

@@ -131,7 +131,9 @@ OF_A_PLAN = (
 PLANNED = (
     "revision",
     "hf_overrides",
+    "model_impl",
     "tensor_parallel_size",
+    "enable_expert_parallel",
     "dtype",
     "quantization",
     "quantization_group_size",
@@ -145,6 +147,7 @@ PLANNED = (
     "kv_cache_memory_bytes",
     "enforce_eager",
     "cudagraph_capture_sizes",
+    "async_scheduling",
 )
 # What concerns clients and copies of a service, of which a batch has none.
 OF_A_SERVICE = (
@@ -307,6 +310,21 @@ def _overridden(loaded: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[st
 
 def _without(entry: Mapping[Any, Any], chosen: Mapping[str, Any]) -> dict[Any, Any]:
     return {key: value for key, value in entry.items() if str(key).replace("-", "_") not in chosen}
+
+
+DURATION = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(ms|s|sec|seconds?|m|min|minutes?)\s*")
+UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0}
+
+
+def seconds(text: str) -> float:
+    """Return the seconds that a flag says. Raises `typer.BadParameter` with how to write them."""
+    try:
+        return float(text)
+    except ValueError:
+        found = DURATION.fullmatch(text)
+        unit = "" if found is None else found[2] if found[2] == "ms" else found[2][0]
+        works = "a number such as 0.5" if found is None else f"{float(found[1]) * UNITS[unit]:g}"
+        raise typer.BadParameter(f"{text!r} is no number of seconds; write {works}") from None
 
 
 def in_flags(message: str) -> str:

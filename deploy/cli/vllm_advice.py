@@ -257,7 +257,7 @@ SCHEDULER = {
     "--scheduler-reserve-full-isl": Advice("Admission counts whole prompts: --max-inflight-tokens limits them"),
     "--watermark": Advice("Use --max-num-seqs to keep sequences from preempting each other", holds=("0", "0.0")),
     "--prefill-schedule-interval": Advice(ONE_SCHEDULER, holds=("1",)),
-    "--disable-hybrid-kv-cache-manager": Advice("Layers of each kind have caches of their own: leave it out"),
+    "--disable-hybrid-kv-cache-manager": Advice("A KV block has a part for every layer, whatever its kind", on=True),
     "--stream-interval": Advice("Tokens are sent as they come", holds=("1",)),
 }
 COMPILATION = {
@@ -304,7 +304,9 @@ FRONTEND = {
     "--enable-auto-tool-choice": Advice("--tool-call-parser is enough", on=True, needs="--tool-call-parser"),
     "--exclude-tools-when-tool-choice-none": Advice("The model is never shown tools that it may not use", on=True),
     "--tool-parser-plugin": Advice(f"{PARSERS} --tool-call-parser"),
-    "--tool-strict-level": Advice("A request sets strict in its tools", holds=("auto",)),
+    "--tool-strict-level": Advice(
+        "Arguments match their schema where a request forces a call, strict or not: leave it out", holds=("auto",)
+    ),
     "--tool-server": Advice("Clients run tools: answers only call them"),
     "--enable-prompt-tokens-details": Advice("Usage always tells cached tokens", on=True),
     "--enable-per-request-metrics": Advice("Use --otlp-traces-endpoint, or `squadron why` for one request", off=True),

@@ -36,12 +36,22 @@ def driver_version(file: Path = DRIVER_FILE) -> str | None:
     return found[1] if found else None
 
 
-def driver(version: str, cuda: str) -> Finding:
-    """Return whether a driver is new enough for the CUDA that torch was built for, such as 13.0."""
+def driver(version: str, cuda: str, works: bool = False) -> Finding:
+    """Return whether a driver is new enough for the CUDA that torch was built for, such as 13.0.
+
+    works: whether torch sees GPUs, as it may with an older driver: CUDA's package of forward compatibility brings the
+    part of a newer one that is no kernel's (NVIDIA, "CUDA Compatibility", forward compatibility).
+    """
     floor = DRIVER_FLOORS.get(int(cuda.partition(".")[0]))
     if floor is None:
         return warning(
             "driver", f"{version}; which one CUDA {cuda} needs is not known here", "see NVIDIA's CUDA release notes"
+        )
+    if int(version.partition(".")[0]) < floor and works:
+        return warning(
+            "driver",
+            f"{version}, older than the {floor} of CUDA {cuda}: the GPUs work by CUDA's forward compatibility",
+            f"update NVIDIA's driver to {floor} or later: not every driver and GPU has that compatibility",
         )
     if int(version.partition(".")[0]) < floor:
         return fix(
@@ -132,7 +142,8 @@ def check_infiniband() -> list[Finding]:
     """Check InfiniBand and RoCE, and how much memory may be locked, which their transfers need."""
     ports, verbs = ib_ports(), any(Path("/dev/infiniband").glob("uverbs*"))
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return [infiniband(ports, verbs), memlock(soft, may_lock_all(), any(port.active for port in ports))]
+    used = verbs and any(port.active for port in ports)
+    return [infiniband(ports, verbs), memlock(soft, may_lock_all(), used)]
 
 
 def infiniband(ports: Sequence[Port], verbs: bool) -> Finding:
@@ -161,7 +172,7 @@ def memlock(soft: int, free: bool, used: bool) -> Finding:
     """Return whether enough memory may be locked.
 
     soft: bytes, negative = no limit. free: whether limits do not count.
-    used: whether there is InfiniBand, whose transfers lock the buffers of NCCL (NCCL user guide, Troubleshooting).
+    used: whether NCCL can use InfiniBand, whose transfers lock its buffers (NCCL user guide, Troubleshooting).
     """
     if soft < 0 or free:
         return ok("memlock", "no limit of locked memory" if soft < 0 else "CAP_IPC_LOCK: limits do not count")

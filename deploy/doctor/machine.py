@@ -130,7 +130,7 @@ def devices(here: int, probe: Callable[[], Mapping[str, Any]], running: str | No
     except ProbeError as error:
         return [fix("gpus", f"torch cannot be asked: {error}", "see that `python -c 'import torch'` works")]
     gpus: Sequence[Mapping[str, Any]] = report["gpus"]
-    of_driver = [driver(running, report["cuda"])] if running and report["cuda"] else []
+    of_driver = [driver(running, report["cuda"], bool(gpus))] if running and report["cuda"] else []
     if gpus:
         return [*_listed(gpus, here), *of_driver, _nccl(report, len(gpus)), _attention(report)]
     if not here:

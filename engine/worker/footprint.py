@@ -106,15 +106,33 @@ class AttentionWork:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertWork:
+    """What one layer's experts cost on one rank.
+
+    count: experts of the layer, over all ranks. own: those that the rank holds. top_k: those that a token passes
+    through. products, read_bytes: of one expert's part on this rank, the weights that a row is multiplied by, and
+    their bytes. in_one_launch: whether all are multiplied in one, rows in the model's dtype.
+    """
+
+    count: int
+    own: int
+    top_k: int
+    products: int
+    read_bytes: int
+    in_one_launch: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Footprint:
     """Sizes of the rank that holds most.
 
     parameters: of the whole model, over all ranks. weight_bytes: weights and tables. step_bytes: most that a step of
     `max_num_batched_tokens` prompt tokens and `max_num_seqs` sequences holds beside them, as eager torch runs it.
     graph_bytes: what CUDA graphs hold of their own.
-    layer_products, head_products: weights that a token is multiplied by in the layers, and for its logits.
+    layer_products, head_products: weights of all products in the layers, and for a token's logits.
     grouped_products: of those in the layers, experts' that multiply in one launch.
-    read_bytes: weights that a step reads; an embedding's rows are looked up, not read.
+    read_bytes: weights that a step reads if its tokens pass through all experts; an embedding's rows are looked up.
+    experts: of each layer that has some: a token passes through `top_k` of them alone.
     attention: of each layer that attends. block_bytes: of one KV block. state_bytes: of the recurrent state of one
     sequence, 0 where there is none. no_attention: why no attention made for GPUs takes this model so, None where one
     does. counts: what a step launches and sends.
@@ -133,6 +151,7 @@ class Footprint:
     state_bytes: int
     no_attention: str | None
     counts: StepCounts
+    experts: tuple[ExpertWork, ...] = ()
 
 
 def footprint_of(config: EngineConfig, model: ModelConfig, parameters: int | None = None) -> Footprint:
@@ -171,7 +190,15 @@ def footprint_of(config: EngineConfig, model: ModelConfig, parameters: int | Non
     times = _shorten(built)
     graphs = 0 if no_attention or not built.supports_graphs else graph_bytes(config, built)
     found = replace(found, step_bytes=step_bytes(config, built), graph_bytes=graphs)
-    return replace(found, counts=_step_counts(config, built, times))
+    experts = [
+        (times.get(layer, 1), _expert_work(part), _noted_choice(part))  # before their layers are made to count
+        for layer in built.layers.children()
+        for part in layer.modules()
+        if isinstance(part, Experts)
+    ]
+    found = replace(found, counts=_step_counts(config, built, times))
+    work = [replace(each, top_k=max(chosen)) for count, each, chosen in experts for _ in range(count)]
+    return replace(found, experts=tuple(work))
 
 
 def _products(layers: nn.Module) -> int:
@@ -181,6 +208,27 @@ def _products(layers: nn.Module) -> int:
         for part in layers.modules()
         if isinstance(part, ParallelLinear | HeadProducts)
     )
+
+
+def _expert_work(part: Experts) -> ExpertWork:
+    """Return what a layer's experts cost, but for `top_k`, which the router knows."""
+    first = str(part.own.start)
+    one = (part.up[first], part.down[first])
+    held = sum(weight.nbytes for layer in one for weight in layer.parameters())
+    return ExpertWork(part.count, len(part.own), 0, sum(map(_products, one)), held, part.grouped is not None)
+
+
+def _noted_choice(part: Experts) -> list[int]:
+    """Return where it is noted, as a step runs, how many experts each token was sent through."""
+    seen: list[int] = []
+    plain = part.part
+
+    def noted(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        seen.append(chosen.shape[1])
+        return plain(x, chosen, weights)
+
+    part.part = noted  # type: ignore[method-assign]
+    return seen
 
 
 def _parameters(config: EngineConfig, model: ModelConfig, built: CausalLM) -> int:

@@ -19,6 +19,7 @@ from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.models.config import ModelConfig
 from engine.resolve import resolve_for
+from tests.deploy.capacity.shapes import QWEN3_30B_A3B
 from tests.engine.worker.test_footprint import LLAMA_70B
 
 LLAMA_8B = LLAMA_70B | {
@@ -115,6 +116,10 @@ def test_gpus_are_found_by_any_usual_name():
     assert gpu_named("NVIDIA GH200 480GB") is GPUS["GH200"]
     assert gpu_named("NVIDIA B300 SXM6 AC") is GPUS["B300"]
     assert gpu_named("NVIDIA GB200") is GPUS["GB200"]
+    assert gpu_named("NVIDIA A10G") is GPUS["A10G"], "of AWS, with half of an A10's matrix units"
+    # Of cards no NVSwitch joins more than two.
+    for card in ("NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe", "NVIDIA H100 PCIe"):
+        assert gpu_named(card).link.ranks == 2, card
     assert gpu_named("NVIDIA RTX PRO 6000 Blackwell Server Edition") is GPUS["RTX-PRO-6000"]
     with pytest.raises(ConfigError, match="did you mean L40S"):
         gpu_named("L40SS")
@@ -283,6 +288,32 @@ def test_a_target_that_nothing_meets_says_so(folder):
     assert "No single change bears the load; the model fits with --tensor-parallel-size 8" in text
 
 
+@pytest.mark.parametrize(
+    ("load", "words"),
+    [
+        ({"rps": 0}, "--rps must be above 0 and at most 1,000,000,000 requests a second, such as 20, not 0"),
+        ({"rps": -3}, "such as 20, not -3"),
+        ({"rps": 1e308}, "such as 20, not 1e+308"),
+        ({"rps": float("nan")}, "such as 20, not nan"),
+        ({"ttft": -1}, "seconds, such as 1, not -1"),
+        ({"tpot": 0}, "seconds, such as 0.05, not 0"),
+    ],
+)
+def test_loads_that_nobody_means_are_refused_with_one_that_works(folder, load, words):
+    assert words in refusal(folder(LLAMA_8B), "H200", Wanted(**load))[0]
+
+
+def test_experts_that_are_whole_on_a_rank_are_planned_and_that_no_graph_replays_them_is_told(folder):
+    model = folder(QWEN3_30B_A3B)
+    split, whole = (
+        plan_capacity(EngineConfig(model, tensor_parallel_size=4, enable_expert_parallel=each), "H100", Wanted())
+        for each in (False, True)
+    )
+    assert split.public()["notes"] == []
+    assert "No CUDA graph replays its steps, as ranks with whole experts wait" in whole.public()["notes"][0]
+    assert whole.decode[1].bound == "host"
+
+
 def test_a_request_longer_than_the_context_is_refused(folder):
     model = folder(LLAMA_8B)
     text, flag = refusal(model, "H200", Wanted(4000, 200), max_model_len=4096)
@@ -346,6 +377,10 @@ def test_the_command_chooses_gpus_and_runs_the_peak(folder, squadron):
     plain = squadron(model, "--gpu", "L4", *load, "--spare-replicas", "0", "--headroom", "0", "--json")
     found = json.loads(plain[1])
     assert (found["service"]["replicas"], found["rehearsal"], found["cost"]) == (1, None, None)
+    code, shown, told = squadron(model, "--gpu", "L4", "--ttft", "500ms")
+    assert (code, shown) == (2, "")
+    assert "--ttft" in told
+    assert "'500ms' is no number of seconds; write 0.5" in " ".join(told.replace("│", " ").split())
     code, _, told = squadron(model, "--gpu", "L4", "--headroom", "1")
     assert (code, told) == (1, "Error: --headroom must be from 0 and below 1 (0.2 is usual), not 1\n")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deploy.cli.terminal import GIB, MIB
+from deploy.doctor import gpu_host
 from deploy.doctor.checks import Level
 from deploy.doctor.gpu_host import (
     Port,
@@ -81,6 +82,25 @@ def test_the_driver_is_named_beside_the_gpus_and_where_torch_sees_none():
     gpu = {"name": "NVIDIA H200", "free": 139 * GIB, "total": 140 * GIB}
     whole = report | {"gpus": [gpu], "nccl": True, "triton": True, "flash_attn": False}
     assert [each.check for each in devices(1, lambda: whole, "580.1")] == ["gpus", "driver", "nccl", "attention"]
+
+
+def test_an_old_driver_whose_gpus_work_keeps_nobody_from_serving():
+    """A container may bring the rest of a newer driver with it (CUDA's forward compatibility)."""
+    gpu = {"name": "NVIDIA A100-SXM4-80GB", "free": 79 * GIB, "total": 79 * GIB}
+    report = {"torch": "2.13.0", "cuda": "13.0", "gpus": [gpu], "nccl": True, "triton": True, "flash_attn": False}
+    found = devices(1, lambda: report, "535.54.03")[1]
+    assert (found.check, found.level) == ("driver", Level.WARNING)
+    assert "forward compatibility" in found.text
+
+
+@pytest.mark.parametrize(("verbs", "level"), [(True, "fix"), (False, "ok")])
+def test_locked_memory_matters_where_the_ports_can_be_used(monkeypatch, verbs, level):
+    """A card of the host shows in every container, whose NCCL goes over TCP without its devices."""
+    monkeypatch.setattr(gpu_host, "ib_ports", lambda: [ON])
+    monkeypatch.setattr(gpu_host, "may_lock_all", lambda: False)
+    monkeypatch.setattr(gpu_host.resource, "getrlimit", lambda _: (8 * MIB, 8 * MIB))
+    monkeypatch.setattr(gpu_host.Path, "glob", lambda *_: iter(["uverbs0"] if verbs else []))
+    assert check_infiniband()[1].level == level
 
 
 def test_what_joins_each_pair_of_gpus_is_read():

@@ -42,6 +42,7 @@ def test_prices_are_read_by_any_usual_name():
         ("H100=free", "'free' of H100 must be a number above 0"),
         ("H100=0", "must be a number above 0"),
         ("H100=inf", "must be a number above 0"),
+        ("H100=2,nvidia-h100-80gb-hbm3=3", "H100 has two prices, 2 and 3; leave one"),
         ("H10=2", "--gpu-prices: 'H10' is not known; did you mean"),
     ],
 )

@@ -106,6 +106,49 @@ def test_experts_in_one_launch_are_never_widened():
     assert (many.memory - few.memory) * 4.8e12 == pytest.approx(4 * outside, rel=0.01)
 
 
+# Qwen3-30B-A3B: 48 layers of attention (q and o of 32 heads, k and v of 4, 128 wide), a router and 128 experts, of
+# which a token passes through 8.
+EXPERT = 3 * 2048 * 768
+OUTSIDE = 48 * (2 * 2048 * 4096 + 2 * 2048 * 512 + 2048 * 128)
+HEAD = 2048 * 151936
+
+
+def test_a_token_is_multiplied_by_its_own_experts_alone():
+    """A3B is 3.3 billion active parameters, the rows of the embedding included."""
+    found = held("qwen3-30b-a3b")
+    active = OUTSIDE + 48 * 8 * EXPERT
+    assert active + 2 * HEAD == pytest.approx(3.35e9, rel=0.01)
+    (prompt,) = Steps(found).prefill(4096)
+    attention = 4 * 32 * 128 * 48 * (4096 * 4097 // 2)
+    assert prompt.compute == pytest.approx((2 * (active * 4096 + HEAD) + attention) / 989.5e12)
+
+
+@pytest.mark.parametrize(("rows", "experts"), [(1, 8), (2, 15.5), (64, 128 * (1 - 0.9375**64)), (4096, 128)])
+def test_a_step_reads_the_experts_that_its_rows_choose(rows, experts):
+    step = Steps(held("qwen3-30b-a3b")).decode(rows, 10)
+    norms = 48 * (2 * 2048 + 2 * 128) + 2048
+    assert step.weights * 4.8e12 == pytest.approx(2 * (OUTSIDE + HEAD + norms + 48 * experts * EXPERT), rel=1e-3)
+
+
+def test_experts_are_shared_out_among_ranks_whole_or_by_width():
+    alone = Steps(held("qwen3-30b-a3b"))
+    for apart in (False, True):
+        found = held("qwen3-30b-a3b", tensor_parallel_size=4, enable_expert_parallel=apart)
+        (layer,) = set(found.footprint.experts)
+        assert (layer.own, layer.count, layer.top_k) == (32 if apart else 128, 128, 8)
+        assert layer.own * layer.products * 4 == 128 * EXPERT
+        for rows in (1, 100):
+            quarter, whole = Steps(found).decode(rows, 1), alone.decode(rows, 1)
+            assert quarter.compute == pytest.approx(whole.compute / 4, rel=0.02)
+            assert quarter.weights == pytest.approx(whole.weights / 4, rel=0.02)
+
+
+def test_rows_of_experts_are_multiplied_in_the_dtype_whatever_the_weights_are_held_in():
+    plain, fp8 = (Steps(held("qwen3-30b-a3b", quantization=each)).prefill(4096)[0] for each in (None, "fp8"))
+    saved = 2 * (OUTSIDE - 48 * 2048 * 128) * 4096 * (1 / 989.5e12 - 1 / 1979e12)
+    assert plain.compute - fp8.compute == pytest.approx(saved, rel=0.06)
+
+
 def test_a_large_batch_of_decodes_is_bound_by_products():
     found = held()
     step = Steps(found).decode(4096, 10)

@@ -117,6 +117,7 @@ def test_pipelines_are_refused_unless_there_is_one_stage(run, served, flag):
         ["--enable-chunked-prefill", "--disable-log-requests", "--no-enable-lora", "--load-format", "auto"],
         ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"],
         ["--distributed-executor-backend=ray", "--data-parallel-size=1", "--swap-space", "0"],
+        ["--disable-hybrid-kv-cache-manager", "--tool-strict-level", "auto"],
     ],
 )
 def test_what_holds_here_anyway_is_taken(run, served, given):
