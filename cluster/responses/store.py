@@ -133,6 +133,7 @@ class ResponseStore:
                 await one.view.changed()
             self.maker.stop(one, response_cancelled())
             await one.view.whole()
+            await self._copies.settle(one.record)  # who asks another router next hears of the end as well
 
     async def delete(self, name: str, tenant: str) -> None:
         """Keep an answer no more; one that runs is ended. Raises `ApiError` (404)."""

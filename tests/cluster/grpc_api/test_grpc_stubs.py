@@ -25,6 +25,9 @@ HTTP_ONLY = {
     "ebnf": "sampling.structured_outputs",
     "return_tokens_as_token_ids": "log-probabilities have token_id and token",
     "thinking_token_budget": "not there yet",
+    "logprob_token_ids": "not there yet",
+    "truncation_side": "not there yet",
+    "truncate_prompt_tokens": "of embeddings not there yet",
     "include_reasoning": "thoughts are a field of their own",
     "separate_reasoning": "thoughts are a field of their own",
 }

@@ -165,6 +165,16 @@ async def test_it_is_cancelled_at_another_router(tmp_path):
             await asyncio.sleep(0.01)
 
 
+async def test_whoever_asks_another_router_after_a_cancel_hears_of_it_at_once(tmp_path):
+    async with RouterLab(tmp_path, pace=0.002) as lab:
+        one, two = lab.routers
+        name = await begin(one, max_output_tokens=3000)
+        await until_tokens(one, name, 5)
+        async with client_of(one) as client, client_of(two) as other:
+            assert (await client.post(f"/v1/responses/{name}/cancel")).json()["status"] == "cancelled"
+            assert (await other.get(f"/v1/responses/{name}")).json()["status"] == "cancelled"
+
+
 async def test_who_waits_for_a_previous_response_follows_it_to_another_router(tmp_path):
     async with RouterLab(tmp_path, pace=0.002) as lab:
         one, two = lab.routers
