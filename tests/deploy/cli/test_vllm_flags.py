@@ -264,6 +264,7 @@ def test_only_what_is_near_is_proposed(name, known, meant):
     ("flag", "told"),
     [
         ("--max-logprob", "Did you mean --max-logprobs?"),
+        ("--hf-tokens", "Did you mean --hf-token? Set HF_TOKEN, or log in with `hf auth login`."),
         ("--enable-loras", "Did you mean --enable-lora? Adapters are not served: merge them into the weights."),
         ("--speculative-confg", "Did you mean --speculative-config? There is no speculative decoding."),
         ("--max-model-length", "Did you mean --max-model-len?"),
