@@ -117,6 +117,11 @@ class ServedModelConfig(EngineConfig):
         return self.replicas if self.max_replicas is None else self.max_replicas
 
     @property
+    def replica_wait(self) -> float:
+        """Seconds that a request that has run waits for another replica: one takes as long to start as a first one."""
+        return self.cold_start_timeout if self.no_replica_timeout is None else self.no_replica_timeout
+
+    @property
     def scales_to_zero(self) -> bool:
         """Whether the last replica stops when there are no requests."""
         return self.max_replicas is not None and self.min_replicas == 0

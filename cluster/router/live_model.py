@@ -131,13 +131,11 @@ def incident_log(config: ClusterConfig, name: str) -> IncidentLog | None:
 
 def dispatcher_config(config: ClusterConfig) -> DispatcherConfig:
     """Return the times of one model's dispatcher."""
-    start = config.cold_start_timeout
     return DispatcherConfig(
         stall_timeout=config.stall_timeout,
         progress_timeout=2 * config.step_timeout,
-        admission_wait=start if config.scales_to_zero else ADMISSION_WAIT,
-        # A replica in the place of a lost one takes as long to start as a first one.
-        no_replica_timeout=start if config.no_replica_timeout is None else config.no_replica_timeout,
+        admission_wait=config.cold_start_timeout if config.scales_to_zero else ADMISSION_WAIT,
+        no_replica_timeout=config.replica_wait,
         routing_policy=config.routing_policy,
         stream_migration=config.stream_migration,
     )

@@ -276,7 +276,9 @@ def load_settings(path: Path) -> dict[str, Any]:
     """Read a YAML file of settings. Raises `ConfigError` naming the file where it is no mapping or not readable."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; give a YAML file of settings", "config") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}", "config") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"{path}: must hold settings such as `replicas: 2`, one a line", "config")

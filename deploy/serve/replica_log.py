@@ -1,30 +1,43 @@
-"""What `squadron serve` says while it runs: replicas that are lost or new."""
+"""What `squadron serve` says while it runs: replicas that are lost, are new, sleep or wake up."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
+ASLEEP = "asleep"
 POLLS = 2  # polls in a row that must miss a replica: routers hear of its end at different moments
 
 
-def listed_replicas(client: httpx.Client) -> list[dict[str, Any]] | None:
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """What /ready lists, of all models. replicas: those that are ready. asleep: ids of those that sleep."""
+
+    replicas: list[dict[str, Any]]
+    asleep: frozenset[str] = frozenset()
+
+
+def listed_replicas(client: httpx.Client) -> Listed | None:
     """Ask /ready once, for all models; None where there is no answer."""
     try:
         body = client.get("/ready").json()
     except (httpx.HTTPError, ValueError):
         return None
     replicas = body.get("replicas") if isinstance(body, dict) else None
-    return replicas if isinstance(replicas, list) else None
+    if not isinstance(replicas, list):
+        return None
+    return Listed(replicas, frozenset(one["id"] for one in body.get("states", ()) if one["state"] == ASLEEP))
 
 
 class ReplicaLog:
     """Compares what /ready lists of a model with what it listed before. `say` is called with one line per change.
 
     present: the replicas that the start was announced with, as /ready shows them. wanted: how many there should be.
-    model: its id; "" = all that are listed are of one. scaled: their number follows the load, up to `wanted`.
+    wait: seconds that requests wait for a replica where none is left. model: its id; "" = all that are listed are of
+    one. scaled: their number follows the load, up to `wanted`.
     """
 
     def __init__(
@@ -32,39 +45,49 @@ class ReplicaLog:
         present: list[dict[str, Any]],
         wanted: int,
         say: Callable[[str], None],
+        wait: float,
         model: str = "",
         scaled: bool = False,
     ) -> None:
         self._model = model
         self._pids = self._own(present)
         self._missed = dict.fromkeys(self._pids, 0)
+        self._asleep: set[str] = set()
+        self._wait = wait
         self._wanted = wanted
         self._scaled = scaled
         self._say = say
 
-    def update(self, listed: list[dict[str, Any]]) -> None:
+    def update(self, listed: Listed) -> None:
         """Take in what /ready lists now, of all models."""
-        self.compare(self._own(listed))
+        self.compare(self._own(listed.replicas), listed.asleep)
 
-    def compare(self, seen: Mapping[str, list[int]]) -> None:
-        """Take in the replicas, id -> pids by rank, that are ready now."""
-        self._missed = {name: 0 if name in seen else missed + 1 for name, missed in self._missed.items()}
+    def compare(self, seen: Mapping[str, list[int]], asleep: Collection[str] = ()) -> None:
+        """Take in the replicas, id -> pids by rank, that are ready now, and the ids of those that sleep."""
+        there = {*seen, *asleep}
+        self._missed = {name: 0 if name in there else missed + 1 for name, missed in self._missed.items()}
         gone = [name for name, missed in self._missed.items() if missed >= POLLS]
         new = [name for name in seen if name not in self._missed]
+        left = sum(name in there for name in self._missed)
         for name in gone:
-            del self._missed[name]
+            self._say(f"Replica {self._named(name)} is {self._fate(name, left)}")
+            del self._missed[name], self._pids[name]
+            self._asleep.discard(name)
         for name in new:
             self._missed[name] = 0
             self._pids[name] = seen[name]
-        left = len(seen) - len(new)
-        for name in gone:
-            if self._scaled:
-                self._say(f"Replica {self._named(name)} is gone; {left} of at most {self._wanted} left.")
-            else:
-                self._say(f"Replica {self._named(name)} is lost; {self._consequence(left)}")
-            del self._pids[name]
+        self._tell_sleep(seen, asleep)
         for name in new:
-            self._say(f"Replica {self._named(name)} is ready: {len(seen)} of {self._wanted}.")
+            self._say(f"Replica {self._named(name)} is ready: {left + len(new)} of {self._wanted}.")
+
+    def _tell_sleep(self, seen: Collection[str], asleep: Collection[str]) -> None:
+        for name in self._missed:
+            if name in asleep and name not in self._asleep:
+                self._asleep.add(name)
+                self._say(f"Replica {self._named(name)} sleeps until POST /wake_up.")
+            elif name in self._asleep and name in seen and name not in asleep:
+                self._asleep.remove(name)
+                self._say(f"Replica {self._named(name)} is awake.")
 
     def _own(self, bodies: list[dict[str, Any]]) -> dict[str, list[int]]:
         return {body["id"]: body["pids"] for body in bodies if not self._model or body["model"] == self._model}
@@ -74,9 +97,13 @@ class ReplicaLog:
         of = f" of {self._model}" if self._model else ""
         return f"{name}{of} (pid{'s' if len(pids) > 1 else ''} {', '.join(map(str, pids))})"
 
-    def _consequence(self, left: int) -> str:
+    def _fate(self, name: str, left: int) -> str:
+        if self._scaled:
+            return f"gone; {left} of at most {self._wanted} left."
+        if name in self._asleep:
+            return "lost while it slept; Ray starts another, which sleeps, too."
         if not left:
-            return "what it ran waits up to 30 s for another, which Ray starts."
+            return f"lost; what it ran waits up to {self._wait:g} s for another, which Ray starts."
         if left >= self._wanted:
-            return "what it ran goes on elsewhere; another is ready already."
-        return f"what it ran goes on elsewhere, {left} of {self._wanted} left. Ray starts another."
+            return "lost; what it ran goes on elsewhere; another is ready already."
+        return f"lost; what it ran goes on elsewhere, {left} of {self._wanted} left. Ray starts another."

@@ -107,6 +107,7 @@ class ServedApp:
                 replicas,
                 config.most_replicas,
                 self._say,
+                config.replica_wait,
                 config.model_id if named else "",
                 scaled=config.max_replicas is not None,
             )

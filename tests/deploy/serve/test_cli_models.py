@@ -16,7 +16,7 @@ from cluster.app_config import AppConfig, parse_app
 from cluster.errors import ReplicaStartError, find_start_failure
 from deploy.serve.command import Options, Server
 from deploy.serve.readiness import Readiness, StartError, refuse_failed
-from deploy.serve.replica_log import ReplicaLog
+from deploy.serve.replica_log import Listed, ReplicaLog
 from engine.errors import ConfigError
 
 BODIES = [
@@ -85,9 +85,9 @@ def test_the_start_waits_for_all_replicas_of_each_model(monkeypatch):
 
 def test_a_lost_replica_is_told_with_its_model_and_those_of_others_are_not_counted():
     lines: list[str] = []
-    log = ReplicaLog(BODIES, 2, lines.append, "other")
+    log = ReplicaLog(BODIES, 2, lines.append, 120.0, "other")
     for _ in range(3):
-        log.update(BODIES[:2])
+        log.update(Listed(BODIES[:2]))
     assert lines == [
         "Replica c of other (pids 4, 5) is lost; what it ran goes on elsewhere, 1 of 2 left. Ray starts another."
     ]

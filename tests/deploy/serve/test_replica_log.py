@@ -7,12 +7,12 @@ import io
 import httpx
 
 from deploy.serve.output import DEATH_NOTICE, DeathFilter
-from deploy.serve.replica_log import ReplicaLog, listed_replicas
+from deploy.serve.replica_log import Listed, ReplicaLog, listed_replicas
 
 
 def log_of(*names: str) -> tuple[ReplicaLog, list[str]]:
     lines: list[str] = []
-    return ReplicaLog([{"id": name, "pids": [1, 2]} for name in names], len(names), lines.append), lines
+    return ReplicaLog([{"id": name, "pids": [1, 2]} for name in names], len(names), lines.append, 120.0), lines
 
 
 def test_a_lost_replica_and_the_one_in_its_place_are_a_line_each() -> None:
@@ -37,7 +37,7 @@ def test_one_that_was_replaced_before_it_was_missed_is_not_said_to_be_waited_for
 
 def test_a_replica_that_autoscaling_takes_away_is_not_called_lost() -> None:
     lines: list[str] = []
-    log = ReplicaLog([{"id": name, "pids": [1]} for name in "ab"], 4, lines.append, scaled=True)
+    log = ReplicaLog([{"id": name, "pids": [1]} for name in "ab"], 4, lines.append, 120.0, scaled=True)
     log.compare({"b": [1]})
     log.compare({"b": [1]})
     assert lines == ["Replica a (pid 1) is gone; 1 of at most 4 left."]
@@ -48,7 +48,7 @@ def test_the_loss_of_the_last_replica_says_that_requests_wait() -> None:
     log.compare({})
     log.compare({})
     assert len(lines) == 1
-    assert "waits up to 30 s" in lines[0]
+    assert "waits up to 120 s" in lines[0]
 
 
 def test_one_router_that_does_not_know_a_replica_yet_makes_no_line() -> None:
@@ -57,6 +57,34 @@ def test_one_router_that_does_not_know_a_replica_yet_makes_no_line() -> None:
         log.compare({"b": [1, 2]})
         log.compare({"a": [1, 2], "b": [1, 2]})
     assert lines == []
+
+
+def test_a_sleep_is_no_loss_and_is_told_with_its_end() -> None:
+    log, lines = log_of("a", "b")
+    for _ in range(3):
+        log.compare({}, ("a", "b"))
+    assert lines == [f"Replica {name} (pids 1, 2) sleeps until POST /wake_up." for name in "ab"]
+    log.compare({"a": [1, 2]}, ("b",))
+    log.compare({"a": [1, 2], "b": [1, 2]})
+    assert lines[2:] == [f"Replica {name} (pids 1, 2) is awake." for name in "ab"]
+
+
+def test_a_replica_that_is_lost_asleep_and_the_one_in_its_place_are_told() -> None:
+    log, lines = log_of("a", "b")
+    log.compare({}, ("a", "b"))
+    for _ in range(3):
+        log.compare({}, ("b", "c"))
+    assert lines[2:] == ["Replica a (pids 1, 2) is lost while it slept; Ray starts another, which sleeps, too."]
+    log.compare({"b": [1, 2], "c": [7]})
+    assert lines[3:] == ["Replica b (pids 1, 2) is awake.", "Replica c (pid 7) is ready: 2 of 2."]
+
+
+def test_those_that_sleep_are_known_by_their_state() -> None:
+    states = [{"id": "a", "state": "asleep"}, {"id": "b", "state": "ready"}]
+    body = {"ready": False, "replicas": [{"id": "b", "pids": [3]}], "states": states}
+    transport = httpx.MockTransport(lambda _: httpx.Response(503, json=body))
+    with httpx.Client(base_url="http://server", transport=transport) as client:
+        assert listed_replicas(client) == Listed([{"id": "b", "pids": [3]}], frozenset("a"))
 
 
 def test_a_server_that_does_not_answer_lists_nothing() -> None:
