@@ -31,6 +31,11 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scale).clamp_(-LARGEST_E4M3, LARGEST_E4M3).to(E4M3), scale
 
 
+def scales_in_fp32(scale: Tensor) -> Tensor:
+    """Return the scales of weights of four bits in fp32. scale: as `Kernels.four_bit_linear` takes it."""
+    return scale.view(torch.float8_e8m0fnu).float() if scale.dtype is torch.uint8 else scale
+
+
 def dequantised_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """Return the product of x [rows, in] with weight [out, in] in int8 times scale [out], made plain for it."""
     plain = torch.empty(weight.shape, dtype=x.dtype, device=x.device)
@@ -80,9 +85,10 @@ class Kernels(ABC):
         """Return the same for a weight of four bits, w = (code - zero) * scale, or E2M1[code] * scale without zeros.
 
         codes: [out, in / 2] uint8, that of an even input in the low half, of the next one in the high half. scale:
-        [out, groups] fp32, of in / groups adjacent inputs. zero: [out, groups] uint8, 0 to 16, None where codes are
-        numbers of E2M1 (`engine.quantization.layout`). On a CPU what is returned keeps none of them, and a row's bits
-        must not depend on how many rows there are. On a GPU it is for at most `FEW_ROWS` rows.
+        [out, groups] fp32, of in / groups adjacent inputs, or uint8: exponents of powers of two, counted from -127.
+        zero: [out, groups] uint8, 0 to 16, None where codes are numbers of E2M1 (`engine.quantization.layout`). On a
+        CPU what is returned keeps none of them, and a row's bits must not depend on how many rows there are. On a GPU
+        it is for at most `FEW_ROWS` rows.
         """
         return None
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from engine.kernels.base import scales_in_fp32
 from parallel.linear import LinearMethod
 
 WIDE = 64  # outputs of one panel of packed weights, as in multiply.c
@@ -129,7 +130,7 @@ class NativeFourBitLinear(_PanelLinear):
         self._packed = torch.empty(self._padded() * self._ins // 8, dtype=torch.int32)
         plain = codes.contiguous()
         library.pack4(plain.data_ptr(), self._packed.data_ptr(), self._outs, self._ins, self._tiles)
-        self._scales = _in_lanes(scale, self._padded(), self._lanes)
+        self._scales = _in_lanes(scales_in_fp32(scale), self._padded(), self._lanes)
         # Codes are counted from 8: where all zeros are 8, there is nothing to subtract.
         zero = None if zero is None or bool((zero == MIDDLE).all()) else zero
         self._zeros = None if zero is None else _in_lanes(zero.float() - MIDDLE, self._padded(), self._lanes)

@@ -103,7 +103,18 @@ def of_groups(
         found = tl.load(row + start // PER_GROUP, mask=has_out, other=0)
     else:
         found = tl.load(row + at[:, None] // PER_GROUP, mask=there, other=0)
-    return found.to(tl.float32)
+    return found
+
+
+@triton.jit
+def in_fp32(scale: tl.tensor) -> tl.tensor:
+    """Return scales in fp32; in uint8 they are exponents: `scales_in_fp32` of `engine.kernels.base`."""
+    if scale.dtype == tl.uint8:
+        bits = tl.where(scale == 0, 0x400000, scale.to(tl.int32) << 23)  # 2^-127 is below the normal numbers
+        wide = bits.to(tl.float32, bitcast=True)
+    else:
+        wide = scale.to(tl.float32)
+    return wide
 
 
 @triton.jit
@@ -130,11 +141,11 @@ def multiply_codes(
         at = start + step
         there = has_out & (at[:, None] < pairs)
         codes = tl.load(codes_row + at[:, None], mask=there, other=0)
-        scale = of_groups(scale_ptr + group_row, start, at, has_out, there, PER_GROUP, PAIRS)
+        scale = in_fp32(of_groups(scale_ptr + group_row, start, at, has_out, there, PER_GROUP, PAIRS))
         if zero_ptr is None:
             first, second = e2m1(codes & 15) * scale, e2m1(codes >> 4) * scale
         else:
-            zero = of_groups(zero_ptr + group_row, start, at, has_out, there, PER_GROUP, PAIRS)
+            zero = of_groups(zero_ptr + group_row, start, at, has_out, there, PER_GROUP, PAIRS).to(tl.float32)
             first = ((codes & 15).to(tl.float32) - zero) * scale
             second = ((codes >> 4).to(tl.float32) - zero) * scale
         has_x = has_row & (at[None, :] < pairs)

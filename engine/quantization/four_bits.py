@@ -118,7 +118,7 @@ class FourBitLinear(QuantizedLinear):
             return ShardedParameter.of(shape, dtype, plain.device, plain.axis, pieces)
 
         layer.weight = parameter(torch.uint8, 2)
-        layer.weight_scale = parameter(torch.float32, self._group)
+        layer.weight_scale = parameter(self._layout.scale_dtype, self._group)
         if not self._layout.floats:
             layer.weight_zero = parameter(torch.uint8, self._group)
         if self._layout.reordered:

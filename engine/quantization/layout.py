@@ -4,7 +4,7 @@ That form, of a weight [out, in] whose groups of adjacent inputs share a scale: 
 codes are numbers of E2M1 (sign, two bits of exponent, one of mantissa) and there are no zeros, E2M1[code] * scale.
 
     codes  [out, in / 2] uint8, two codes of 0 to 15 in each, that of the even input in the low half
-    scale  [out, groups] float32
+    scale  [out, groups] float32, or uint8 where all are powers of two: exponents, counted from -127
     zero   [out, groups] uint8, 0 to 16
 """
 
@@ -17,6 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from engine.kernels.base import scales_in_fp32
 from parallel.parameter import Recipe, StoredTensor
 
 PER_WORD = 8  # codes of 4 bits in an int32
@@ -32,11 +33,12 @@ class Layout(ABC):
 
     group: inputs that share a scale. reordered: whether these are not adjacent; then codes, scales and zeros are
     those of the inputs in the order that `order` returns. outputs_in_words: whether eight outputs lie in one int32.
-    floats: whether codes are numbers of E2M1, and there are no zeros.
+    floats: whether codes are numbers of E2M1, and there are no zeros. scale_dtype: what scales are held in.
     """
 
     outputs_in_words: ClassVar[bool] = False
     floats: ClassVar[bool] = False
+    scale_dtype: ClassVar[torch.dtype] = torch.float32
 
     def __init__(self, group: int, *, reordered: bool = False) -> None:
         self.group = group
@@ -122,4 +124,4 @@ def dequantised(codes: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.
     outs, groups = scale.shape
     both = torch.stack((codes & 0xF, codes >> 4), dim=-1).view(outs, groups, -1)
     plain = from_e2m1(both) if zero is None else both.to(torch.float32).sub_(zero.unsqueeze(-1))
-    return plain.mul_(scale.unsqueeze(-1)).view(outs, -1).to(dtype)
+    return plain.mul_(scales_in_fp32(scale).unsqueeze(-1)).view(outs, -1).to(dtype)

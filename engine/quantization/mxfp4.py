@@ -27,6 +27,7 @@ class Mxfp4(Layout):
     """in_blocks: whether tensors are those of gpt-oss."""
 
     floats: ClassVar[bool] = True
+    scale_dtype: ClassVar[torch.dtype] = torch.uint8
 
     def __init__(self, *, in_blocks: bool) -> None:
         super().__init__(GROUP)
@@ -41,7 +42,8 @@ class Mxfp4(Layout):
     @override
     def scales(self, outs: int, ins: int) -> Recipe:
         def make(read: Tensors) -> Tensor:
-            exponents = read[self._scale].contiguous().view(torch.float8_e8m0fnu)
-            return checked(exponents, self._scale)
+            exponents = read[self._scale].contiguous()
+            checked(exponents.view(torch.float8_e8m0fnu), self._scale)
+            return exponents.view(torch.uint8)
 
         return Recipe(read_as(self._scale, (outs, ins // GROUP), EXPONENTS), make)

@@ -46,8 +46,8 @@ def coded(layer, kind, random, dtype):
         weight = torch.randint(0, 256, (outs, ins // 2), generator=random).to(torch.uint8)
         if kind == "int4":
             zero = torch.randint(0, 17, scale.shape, generator=random).to(torch.uint8)
-        plain = dequantised(weight, scale / 8, zero, torch.float32)
-        scale = scale / 8
+        scale = torch.randint(118, 126, scale.shape, generator=random).byte() if kind == "mxfp4" else scale / 8
+        plain = dequantised(weight, scale, zero, torch.float32)
     for name, tensor in (("weight", weight), ("weight_scale", scale), ("weight_zero", zero)):
         if tensor is not None:
             setattr(layer, name, torch.nn.Parameter(tensor, requires_grad=False))

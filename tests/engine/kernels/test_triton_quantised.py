@@ -93,13 +93,18 @@ def test_few_rows_with_int8_weights(dtype, rows, outs, ins):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("outs", "ins", "group"), [(16, 128, 32), (33, 144, 16), (5, 24, 24)])
-@pytest.mark.parametrize("floats", [False, True])
+@pytest.mark.parametrize("kind", ["int4", "nvfp4", "mxfp4"])
 @pytest.mark.parametrize("rows", [0, 1, 17])
-def test_few_rows_with_weights_of_four_bits(dtype, rows, outs, ins, group, floats):
+def test_few_rows_with_weights_of_four_bits(dtype, rows, outs, ins, group, kind):
     generator = torch.Generator().manual_seed(1)
     codes = torch.randint(0, 256, (outs, ins // 2), generator=generator).to(DEVICE, torch.uint8)
     scale = some(outs, ins // group, seed=2) / 16  # of either sign
-    zero = None if floats else torch.randint(0, 17, scale.shape, generator=generator).to(DEVICE, torch.uint8)
+    zero = None
+    if kind == "int4":
+        zero = torch.randint(0, 17, scale.shape, generator=generator).to(DEVICE, torch.uint8)
+    elif kind == "mxfp4":
+        scale = torch.randint(118, 126, scale.shape, generator=generator).to(DEVICE, torch.uint8)
+        scale[0] = 0  # the least there is, 2^-127
     wide, bias = some(rows, ins + 3, dtype=dtype), some(outs, dtype=dtype, seed=3)
     x = wide[:, :ins]
     method = TritonKernels().four_bit_linear(codes, scale, zero)

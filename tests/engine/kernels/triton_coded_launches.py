@@ -11,7 +11,9 @@ OUTS, INS = 4096, 12288  # of Qwen3-8B: the way back of an MLP
 def four_bits(group: int, floats: bool = False) -> TritonFourBitLinear:
     groups = INS // group
     zero = None if floats else torch.full((OUTS, groups), 8, dtype=torch.uint8)
-    return TritonFourBitLinear(torch.zeros(OUTS, INS // 2, dtype=torch.uint8), torch.ones(OUTS, groups), zero)
+    # Scales in groups of 32 are exponents, as MXFP4's.
+    scale = torch.ones(OUTS, groups, dtype=torch.uint8 if group == 32 else torch.float32)
+    return TritonFourBitLinear(torch.zeros(OUTS, INS // 2, dtype=torch.uint8), scale, zero)
 
 
 def fp8(*blocks: int) -> TritonFp8Linear:
