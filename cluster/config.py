@@ -117,7 +117,7 @@ class ServedModelConfig(EngineConfig):
 
     @property
     def replica_wait(self) -> float:
-        """Seconds that a request that has run waits for another replica: one takes as long to start as a first one."""
+        """Seconds that a request that has run waits for another replica, which takes as long to start as a first."""
         return self.cold_start_timeout if self.no_replica_timeout is None else self.no_replica_timeout
 
     @property

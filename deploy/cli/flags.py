@@ -274,7 +274,9 @@ def load_settings(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; give a YAML file of settings", "config") from error
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}; give a YAML file of settings", "config"
+        ) from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}", "config") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
