@@ -35,6 +35,7 @@ app = typer.Typer(
     name="squadron",
     cls=SquadronCommands,
     help="Serve large language models on Ray, so that every token survives.",
+    context_settings={"help_option_names": ["--help", "-h"]},
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
     rich_markup_mode="rich" if shutil.get_terminal_size().columns >= WIDE else None,
@@ -53,7 +54,7 @@ def print_versions(wanted: bool) -> None:
 @app.callback()
 def options(
     versions: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=print_versions, help="Print versions and stop.")
+        bool, typer.Option("-v", "--version", is_eager=True, callback=print_versions, help="Print versions and stop.")
     ] = False,
 ) -> None:
     """Serve large language models on Ray, so that every token survives."""

@@ -77,12 +77,18 @@ class RerankFields(PairFields):
     return_documents: bool = note("whether results hold the texts", default=True)
 
 
-REFUSED_SCORE: Mapping[str, Refusal] = {
+REFUSED_PAIR: Mapping[str, Refusal] = {
     "activation": Refusal((), "scores are cosines, from -1 to 1"),
     "use_activation": Refusal((), "scores are cosines, from -1 to 1"),
 }
+# vLLM's other names for the two.
+REFUSED_SCORE: Mapping[str, Refusal] = {
+    **REFUSED_PAIR,
+    **dict.fromkeys(("queries", "data_1"), Refusal((), "send it as text_1")),
+    **dict.fromkeys(("documents", "items", "data_2"), Refusal((), "send it as text_2")),
+}
 REFUSED_RERANK: Mapping[str, Refusal] = {
-    **REFUSED_SCORE,
+    **REFUSED_PAIR,
     "max_chunks_per_doc": Refusal((), "send documents that fit the model's context"),
     "max_tokens_per_doc": Refusal((), "send documents that fit the model's context"),
 }

@@ -162,7 +162,7 @@ class Chat:
                 now = time.perf_counter()
                 lost_at = now if lost_at is None or answer.last_id != had else lost_at
                 if answer.last_id is None or now - lost_at > PATIENCE:  # a server that numbers no events keeps none
-                    began_to_come = "the answer broke off: " if answer.name else ""
+                    began_to_come = "the answer broke off: " if answer.name or answer.text else ""
                     raise ChatError(f"{began_to_come}{error or type(error).__name__}") from error
                 if not answer.lost:
                     self._console.print(f" [connection lost: {error}]", style="dim", markup=False)

@@ -47,6 +47,8 @@ NO_CONTEXT_PARALLEL = "A context is not split over ranks: --tensor-parallel-size
 REPLICAS = "Use --replicas: routers spread requests over them"
 REQUEST_USAGE = "A request asks for usage in its stream with stream_options.include_usage"
 NO_ACCESS_LOG = "Connections are not logged: --enable-log-requests logs requests"
+ROPE = """Use --hf-overrides, such as '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}'"""
+ONE_STEP = "Each step is scheduled by itself, while the one before it runs: leave it out"
 MODEL_RUNS = "Ranks are always actors of Ray, on hosts that RAY_ADDRESS leads to"
 
 MODEL = {
@@ -351,6 +353,27 @@ FRONTEND = {
     "--h11-max-header-count": Advice("Use --max-body-bytes; heads have a fixed limit"),
     "--enable-flash-late-interaction": Advice("Texts are not scored by late interaction: leave it out", off=True),
 }
+# Of releases before those that the list has; guides still show them.
+EARLIER = {
+    "--rope-scaling": Advice(ROPE),
+    "--rope-theta": Advice(ROPE),
+    "--enable-reasoning": Advice("--reasoning-parser is enough", on=True, needs="--reasoning-parser"),
+    "--use-v2-block-manager": Advice("There is one block manager: leave it out", on=True),
+    "--num-scheduler-steps": Advice(ONE_STEP, holds=("1",)),
+    "--multi-step-stream-outputs": Advice(ONE_STEP, on=True),
+    "--scheduler-delay-factor": Advice("Prompts never wait for a delay: leave it out", holds=("0", "0.0")),
+    "--preemption-mode": Advice("Preempted sequences are computed again", holds=("recompute",)),
+    "--worker-use-ray": Advice(MODEL_RUNS, on=True),
+    "--engine-use-ray": Advice(MODEL_RUNS, on=True),
+    "--cuda-graph-sizes": Advice("Use --cudagraph-capture-sizes"),
+    "--max-context-len-to-capture": Advice(
+        "Graphs serve every length: --cudagraph-capture-sizes chooses their batch sizes"
+    ),
+    "--num-speculative-tokens": Advice(NO_DRAFTS),
+    "--num-lookahead-slots": Advice(NO_DRAFTS, holds=("0",)),
+    "--disable-frontend-multiprocessing": Advice("Routers are always processes of their own: leave it out"),
+    "--calculate-kv-scales": Advice("Scales of an fp8 KV cache are the checkpoint's: leave it out", off=True),
+}
 ADVICE: Mapping[str, Advice] = (
     MODEL
     | LOAD
@@ -367,6 +390,7 @@ ADVICE: Mapping[str, Advice] = (
     | COMPILATION
     | VLLM
     | FRONTEND
+    | EARLIER
 )
 # Short spellings of those.
 SHORT = {

@@ -68,6 +68,8 @@ async def test_documents_are_sorted_by_how_alike_they_are(model):
         ("/v1/score", {"text_1": "", "text_2": "a"}, "text_1"),
         ("/v1/score", {"text_1": ["a"] * 1100, "text_2": ["a"] * 1100}, "text_2"),
         ("/v1/score", {"text_1": "a"}, "text_2"),
+        ("/v1/score", {"queries": "a", "documents": ["a"]}, "queries"),
+        ("/v1/score", {"data_1": "a", "data_2": ["a"]}, "data_1"),
         ("/v1/rerank", {"query": "", "documents": ["a"]}, "query"),
         ("/v1/rerank", {"query": "a", "documents": ["a", "b " * 300]}, "documents[1]"),
         ("/v1/rerank", {"query": "a", "documents": []}, "documents"),

@@ -69,7 +69,7 @@ def test_a_variable_that_replicas_would_refuse_is_refused_before_anything_starts
         cli.app(command, standalone_mode=False)
 
 
-@pytest.mark.parametrize("spelling", ["version", "--version"])
+@pytest.mark.parametrize("spelling", ["version", "--version", "-v"])
 def test_version_names_what_it_runs_on(spelling):
     lines = squadron(spelling).stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["squadron", "ray", "torch", "transformers"]

@@ -144,6 +144,13 @@ def test_a_refused_message_is_shown_and_not_kept(server):
     assert len(server.bodies[-1]["messages"]) == 1
 
 
+def test_a_refusal_is_not_called_an_answer_that_broke_off(server):
+    server.status = 503
+    output = talk(server, "hi\n")
+    assert "Error: " in output
+    assert "broke off" not in output
+
+
 def test_a_piped_message_without_an_answer_makes_the_command_fail(server):
     url = f"http://127.0.0.1:{server.server_port}"
     assert Chat(ChatOptions(url), Console(file=io.StringIO())).run(io.StringIO("hi\n"))

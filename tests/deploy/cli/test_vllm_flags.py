@@ -102,6 +102,13 @@ def test_advice_is_one_sentence_about_what_is_there(run, name):
         assert (Path(cli.__file__).parents[1] / path).is_file()
 
 
+@pytest.mark.parametrize("command", [(), ("serve",), ("batch",), ("plan",), ("keys", "new")])
+def test_h_shows_the_help_of_each_command(run, command):
+    code, output = run(*command, "-h")
+    assert code == 0
+    assert output.startswith(" ".join(("Usage:", "squadron", *command)))
+
+
 @pytest.mark.parametrize("flag", ["-pp", "--pipeline-parallel-size", "--pipeline_parallel_size"])
 def test_pipelines_are_refused_unless_there_is_one_stage(run, served, flag):
     code, output = run("serve", "demo", flag, "2")
