@@ -351,7 +351,7 @@ BAD = [
     ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": 5}}, "tool_choice.name"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
-    ({"tools": TOOLS * 200, "tool_choice": "required"}, "tools"),
+    ({"tools": TOOLS * 1200, "tool_choice": "required"}, "tools"),
     ({"text": {"verbosity": "loud"}}, "text.verbosity"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
     ({"text": {"format": {"type": "text", "name": "x"}}}, "text.format.name"),

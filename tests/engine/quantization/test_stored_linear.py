@@ -61,6 +61,8 @@ def filled(spec: QuantizationSpec, dtype: torch.dtype = torch.float32) -> tuple[
             continue
         if parameter is getattr(layer, "weight_zero", None):
             made = torch.randint(0, 17, parameter.shape, generator=generator).to(torch.uint8)
+        elif parameter is layer.weight_scale and parameter.dtype is torch.uint8:
+            made = torch.randint(126, 129, parameter.shape, generator=generator).to(torch.uint8)  # exponents
         elif parameter.dtype is torch.uint8:
             made = torch.randint(0, 256, parameter.shape, generator=generator).to(torch.uint8)
         elif parameter.dtype is torch.float8_e4m3fn:
