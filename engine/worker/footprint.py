@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +24,12 @@ from engine.attention.base import (
     AttentionContext,
     AttentionSpec,
     LayerCache,
-    PagedAttention,
-    StepTensors,
     UnlikeLayers,
 )
 from engine.attention.triton_fit import unfit_for_triton
 from engine.attention.varlen import unfit_for_flash
 from engine.config import EngineConfig
 from engine.inputs.dummy_steps import dummy_step
-from engine.kernels.base import E4M3, GroupedProduct, TorchKernels
 from engine.kernels.recurrent import StateRows
 from engine.kv.cache_specs import RecurrentSpec, block_bytes, state_bytes
 from engine.layers.attention import attention_specs
@@ -49,6 +46,7 @@ from engine.sampling.sampler import score
 from engine.sampling_params import MAX_LOGPROBS
 from engine.worker.forward import logit_rows
 from engine.worker.graph_sizes import graph_sizes, mixed_sizes
+from engine.worker.meta_kernels import BlueprintAttention, MetaKernels
 from engine.worker.step_counts import StepCounts, count_step
 from parallel.linear import ParallelLinear, PlainLinear
 
@@ -372,60 +370,6 @@ def _caches(model: CausalLM) -> tuple[LayerCache | tuple[Tensor, ...], ...]:
         else LayerCache(empty, empty)
         for spec in model.cache_specs(torch.float32)
     )
-
-
-class BlueprintAttention(PagedAttention):
-    """Attention that makes its result's tensor and nothing else, as kernels without scratch memory do."""
-
-    name = "blueprint"
-
-    @override
-    def prepare(self, step: StepTensors) -> NoReturn:
-        raise RuntimeError("a blueprint attends to no step")
-
-    @override
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cache: LayerCache,
-        metadata: object,
-        window: int,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        return query.new_empty(*query.shape[:2], self.spec.value_dim)
-
-
-class MetaKernels(TorchKernels):
-    """Torch's operations, but where a GPU's kernel makes less on the way."""
-
-    @override
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return torch.empty_like(x)
-
-    @override
-    def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return torch.empty_like(residual)
-
-    @override
-    def quantise_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x.new_empty(x.shape, dtype=E4M3), x.new_empty(len(x), 1, dtype=torch.float32)
-
-    @override
-    def grouped_product(self, layers: Sequence[ParallelLinear]) -> GroupedProduct | None:
-        return MetaGroupedProduct(len(layers[0].weight))
-
-
-class MetaGroupedProduct(GroupedProduct):
-    """What `outs` outputs of each row take."""
-
-    def __init__(self, outs: int) -> None:
-        self._outs = outs
-
-    @override
-    def apply(self, x: Tensor, ends: Tensor, biased: bool = True) -> Tensor:
-        return x.new_empty(len(x), self._outs)
 
 
 def _table_bytes(model: CausalLM) -> int:

@@ -14,7 +14,8 @@ from engine.loader.checkpoint import open_model
 from engine.loader.weights import load_model
 from engine.quantization.select import quantization_of
 from engine.resolve import resolve
-from engine.worker.footprint import META, BlueprintAttention, LiveBytes, build_blueprint, footprint_of
+from engine.worker.footprint import META, LiveBytes, build_blueprint, footprint_of
+from engine.worker.meta_kernels import BlueprintAttention
 from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup
 from tests.parity.tiny_models import CONFIGS, make

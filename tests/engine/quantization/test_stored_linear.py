@@ -25,7 +25,7 @@ from engine.quantization.layout import dequantised
 from engine.quantization.method import QuantizedLinear
 from engine.quantization.select import choose_products
 from engine.quantization.spec import FOUR_BITS, QuantizationSpec
-from engine.worker.footprint import MetaGroupedProduct
+from engine.worker.meta_kernels import MetaGroupedProduct
 from parallel.group import SoloGroup
 from parallel.linear import LinearMethod, MergedColumnParallelLinear, RowParallelLinear
 from parallel.parameter import TensorSource
