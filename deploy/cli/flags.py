@@ -231,8 +231,9 @@ def _unknown(option: str, arguments: Sequence[str], own: Collection[str]) -> str
     near = near_name(option, [*(name for name in own if name.startswith("--")), *ADVICE])
     if near is None:
         return f"No such option: {option}"
-    advice = f" {ADVICE[near].text}." if near in ADVICE else ""
-    return f"No such option: {option}. Did you mean {near}?{advice}"
+    if near in ADVICE:
+        return f"No such option: {option}, nor vLLM's {near}. {ADVICE[near].text}."
+    return f"No such option: {option}. Did you mean {near}?"
 
 
 def settings() -> tuple[Setting, ...]:
