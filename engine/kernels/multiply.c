@@ -263,32 +263,6 @@ INLINE void multiply_fours(const int kind, int tiled, Band band, const Codes *fo
 #endif
 }
 
-/* As multiply, with weights of pack4. scales, zeros: [ceil(outs / WIDE)][ins / group][WIDE][lanes_of_scale]; zeros less 8,
- * 0 = all are 8, or there are none. group: a multiple of DEPTH * WORD, and ins of that. floats: whether codes are numbers
- * of E2M1. */
-void multiply4(const elem *x, int64_t x_stride, const char *packed, const float *scales, const float *zeros,
-               const elem *bias, elem *out, int64_t rows, int64_t outs, int64_t ins, int64_t group, int64_t floats,
-               int64_t threads, int tiles) {
-    const int tiled = by_tiles(ins, tiles);
-    const long size = band_of(rows, tiled ? TILE_ROWS : MAX_ROWS), bands = (rows + size - 1) / size;
-    const long depth = ins / DEPTH, of_groups = ins / group * WIDE * lanes_of_scale(ins, tiles);
-#pragma omp parallel for collapse(2) schedule(static) num_threads(team(rows * outs * ins, WORTH, threads))
-    for (long b = 0; b < bands; b++)
-        for (long at = 0; at < outs; at += WIDE) {
-            const long row = b * size, left = rows - row, panel = at / WIDE, wide = outs - at < WIDE ? outs - at : WIDE;
-            const Band band = {x + row * x_stride, out + row * outs + at, left < size ? left : size, x_stride};
-            const Codes fours = {packed + panel * depth / WORD * WORD_BYTES, scales + panel * of_groups,
-                                 zeros ? zeros + panel * of_groups : 0, depth, group / DEPTH, (int)floats};
-            const elem *own = bias ? bias + at : 0;
-            if (floats)
-                multiply_fours(FLOATS, tiled, band, &fours, own, outs, wide);
-            else if (zeros)
-                multiply_fours(OFFSET, tiled, band, &fours, own, outs, wide);
-            else
-                multiply_fours(WHOLE, tiled, band, &fours, own, outs, wide);
-        }
-}
-
 /* A band with a panel in fp8. */
 INLINE void multiply_eights(int tiled, Band band, const Codes *eights, const elem *bias, long outs, long wide) {
     if (tiled) {
@@ -305,20 +279,47 @@ INLINE void multiply_eights(int tiled, Band band, const Codes *eights, const ele
 #endif
 }
 
-/* As multiply, with weights of pack_e4m3, none of them NaN. scales: [ceil(outs / WIDE)][ins / group][WIDE][lanes_of_scale],
- * times E4M3_UNIT. group: a multiple of 2 * DEPTH, and ins of that. */
-void multiply_e4m3(const elem *x, int64_t x_stride, const uint8_t *packed, const float *scales, const elem *bias, elem *out,
-                   int64_t rows, int64_t outs, int64_t ins, int64_t group, int64_t threads, int tiles) {
+/* All rows with all panels of codes, in eight bits or four. */
+INLINE void multiply_by_codes(const int eight, Band all, const char *packed, const float *scales, const float *zeros,
+                              const elem *bias, int64_t outs, int64_t ins, int64_t group, int64_t floats, int64_t threads,
+                              int tiles) {
     const int tiled = by_tiles(ins, tiles);
-    const long size = band_of(rows, tiled ? TILE_ROWS : MAX_ROWS), bands = (rows + size - 1) / size;
-    const long depth = ins / DEPTH, of_groups = ins / group * WIDE * lanes_of_scale(ins, tiles);
-#pragma omp parallel for collapse(2) schedule(static) num_threads(team(rows * outs * ins, WORTH, threads))
+    const long size = band_of(all.rows, tiled ? TILE_ROWS : MAX_ROWS), bands = (all.rows + size - 1) / size;
+    const long depth = ins / DEPTH, of_panel = depth * STEP / (eight ? 1 : 2);
+    const long of_groups = ins / group * WIDE * lanes_of_scale(ins, tiles);
+#pragma omp parallel for collapse(2) schedule(static) num_threads(team(all.rows * outs * ins, WORTH, threads))
     for (long b = 0; b < bands; b++)
         for (long at = 0; at < outs; at += WIDE) {
-            const long row = b * size, left = rows - row, panel = at / WIDE, wide = outs - at < WIDE ? outs - at : WIDE;
-            const Band band = {x + row * x_stride, out + row * outs + at, left < size ? left : size, x_stride};
-            const char *words = (const char *)packed + panel * depth * STEP;
-            const Codes eights = {words, scales + panel * of_groups, 0, depth, group / DEPTH, 0};
-            multiply_eights(tiled, band, &eights, bias ? bias + at : 0, outs, wide);
+            const long row = b * size, left = all.rows - row, panel = at / WIDE, wide = outs - at < WIDE ? outs - at : WIDE;
+            const Band band = {all.x + row * all.stride, all.out + row * outs + at, left < size ? left : size, all.stride};
+            const Codes codes = {packed + panel * of_panel, scales + panel * of_groups,
+                                 zeros ? zeros + panel * of_groups : 0, depth, group / DEPTH, (int)floats};
+            const elem *own = bias ? bias + at : 0;
+            if (eight)
+                multiply_eights(tiled, band, &codes, own, outs, wide);
+            else if (floats)
+                multiply_fours(FLOATS, tiled, band, &codes, own, outs, wide);
+            else if (zeros)
+                multiply_fours(OFFSET, tiled, band, &codes, own, outs, wide);
+            else
+                multiply_fours(WHOLE, tiled, band, &codes, own, outs, wide);
         }
+}
+
+/* As multiply, with weights of pack4. scales, zeros: [ceil(outs / WIDE)][ins / group][WIDE][lanes_of_scale]; zeros less 8,
+ * 0 = all are 8, or there are none. group: a multiple of DEPTH * WORD, and ins of that. floats: whether codes are numbers
+ * of E2M1. */
+void multiply4(const elem *x, int64_t x_stride, const char *packed, const float *scales, const float *zeros,
+               const elem *bias, elem *out, int64_t rows, int64_t outs, int64_t ins, int64_t group, int64_t floats,
+               int64_t threads, int tiles) {
+    const Band all = {x, out, rows, x_stride};
+    multiply_by_codes(0, all, packed, scales, zeros, bias, outs, ins, group, floats, threads, tiles);
+}
+
+/* As multiply4, with weights of pack_e4m3, none of them NaN, and scales times E4M3_UNIT. group: a multiple of 2 * DEPTH,
+ * and ins of that. */
+void multiply_e4m3(const elem *x, int64_t x_stride, const uint8_t *packed, const float *scales, const elem *bias, elem *out,
+                   int64_t rows, int64_t outs, int64_t ins, int64_t group, int64_t threads, int tiles) {
+    const Band all = {x, out, rows, x_stride};
+    multiply_by_codes(1, all, (const char *)packed, scales, 0, bias, outs, ins, group, 0, threads, tiles);
 }
