@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import gettempdir
 
 import psutil
 
@@ -141,6 +142,11 @@ class Environment:
             ray_tmpdir=variables.get("RAY_TMPDIR") or None,
             of_vllm=tuple(name for name, value in variables.items() if name.startswith("VLLM_") and value),
         )
+
+    @property
+    def ray_logs(self) -> str:
+        """The folder of the logs of the Ray that was started last on this machine."""
+        return f"{self.ray_tmpdir or gettempdir()}/ray/session_latest/logs"
 
 
 def _seconds(text: str | None) -> int | None:

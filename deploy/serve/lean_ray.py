@@ -1,16 +1,20 @@
-"""Leaves out those of Ray's own processes that have nothing to do for a Ray of our own.
+"""Makes a Ray of our own start with the processes that somebody uses, and wait for none that may come later.
 
-Each takes most of a second of a core to start, and Ray's node waits for one of them.
+Each process takes most of a second of a core to start.
 """
 
 from __future__ import annotations
 
+import random
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+import ray
 from ray._private import utils
 from ray._private.node import Node
 
@@ -28,6 +32,11 @@ AGENT_NEEDS = (
     "pydantic",
 )
 MONITOR, API_SERVER, LOG_MONITOR = "start_monitor", "start_api_server", "start_log_monitor"  # methods of Ray's node
+NODE, RAYLET = "__init__", "start_raylet"  # likewise
+AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port")
+LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+FIRST_PORT, PORTS_TRIED = 20000, 50  # Ray's workers listen below
+NO_PORT = -1  # what Ray's agent says of a service that it does not have
 
 
 @contextmanager
@@ -36,9 +45,13 @@ def lean_node(environment: Mapping[str, str], verbose: bool) -> Iterator[None]:
 
     Never the autoscaler: there is one node. No dashboard head: without a dashboard all that it does is to send Ray's
     usage statistics, so it stays where `environment` turns those on. No log monitor unless `verbose`: it shows the
-    logs of workers on the terminal. Whatever Ray does not do by a method of that name stays as it is.
+    logs of workers on the terminal. The node does not wait for its agents (`_told_ports`). Whatever Ray does not do
+    by a method of that name stays as it is.
     """
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [(Node, MONITOR, _start_nothing)]
+    if all(_installed(name) for name in AGENT_NEEDS) and all(hasattr(Node, name) for name in (NODE, RAYLET)):
+        replaced.append((Node, NODE, _told_ports(getattr(Node, NODE))))
+        replaced.append((Node, RAYLET, _without_agents_page(getattr(Node, RAYLET))))
     if environment.get(USAGE_STATS) != "1":
         replaced.append((Node, API_SERVER, _without_page))
     if not verbose:
@@ -55,6 +68,57 @@ def lean_node(environment: Mapping[str, str], verbose: bool) -> Iterator[None]:
     finally:
         for owner, name, function in before:
             setattr(owner, name, function)
+
+
+def _told_ports(begin: Callable[..., None]) -> Callable[..., None]:
+    """Return Ray's `Node.__init__` with ports of the node's agents chosen here, where nobody chose others.
+
+    Else each agent chooses its own, and Ray's node ends itself when it has not heard of them within 15 s, which takes
+    a busy machine longer: they import for seconds of a core. See https://github.com/ray-project/ray/issues/65983.
+    """
+
+    def begin_with_ports(node: Any, ray_params: Any, *others: Any, **more: Any) -> None:
+        ray_params.update_if_absent(**dict(zip(AGENT_PORTS, _quiet_ports(len(AGENT_PORTS)), strict=False)))
+        begin(node, ray_params, *others, **more)
+
+    return begin_with_ports
+
+
+def _without_agents_page(start: Callable[..., None]) -> Callable[..., None]:
+    """Return Ray's `Node.start_raylet` for an agent that serves nothing over HTTP, as far as the node knows.
+
+    Ray's node waits for the port of that, too, whichever was chosen. Jobs and the dashboard ask there; a Ray of our
+    own has neither.
+    """
+
+    def start_without_page(node: Any, *others: Any, **more: Any) -> None:
+        names = ray._raylet
+        names.persist_port(node._session_dir, node._node_id, names.DASHBOARD_AGENT_LISTEN_PORT_NAME, NO_PORT)
+        start(node, *others, **more)
+
+    return start_without_page
+
+
+def _quiet_ports(number: int) -> list[int]:
+    """Return `number` free ports that nobody gets by asking for any free one; fewer where there are none.
+
+    The agents listen seconds later, and an agent that finds its port taken takes Ray's node with it.
+    """
+    try:
+        end = int(LOCAL_PORTS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return []
+    tried = random.sample(range(FIRST_PORT, end), min(PORTS_TRIED, end - FIRST_PORT)) if end > FIRST_PORT else []
+    return [port for port in tried if _free(port)][:number]
+
+
+def _free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+        return True
 
 
 def _agent_error(looked: Callable[[], ImportError | None]) -> ImportError | None:

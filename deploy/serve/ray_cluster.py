@@ -14,16 +14,20 @@ import ray
 from cluster.resources import AppResources
 from deploy.cli.processes import adopt_orphans, descendants, kill_all, while_ray_joins
 from deploy.serve.address import knock
-from deploy.serve.environment import OBJECT_STORE_BYTES
+from deploy.serve.environment import OBJECT_STORE_BYTES, Environment
 from deploy.serve.fork_server import ForkServer
 from deploy.serve.lean_ray import lean_node
 from deploy.serve.orphans import OrphanWatch
 from engine.device.machine import cores
-from engine.errors import ConfigError
+from engine.errors import ConfigError, SquadronError
 
 EXIT_SECONDS = 5.0
 JOIN_SECONDS = 30.0  # a busy machine takes five
 RAY_PROCESSES = ("gcs_server", "raylet")  # names begin so, children of who started Ray
+
+
+class RayStartError(SquadronError):
+    """A Ray of our own did not come up; one sentence says why."""
 
 
 class RayCluster(ABC):
@@ -44,7 +48,7 @@ class LocalRay(RayCluster):
     """A Ray of our own on loopback, with as many logical CPUs as the app asks for.
 
     forks: has its workers forked, and ends with it; None = Ray starts them. Must be made in the main thread: Linux
-    ends the processes with the thread that started them.
+    ends the processes with the thread that started them. Raises `RayStartError`.
     """
 
     def __init__(self, cpus: float, verbose: bool, forks: ForkServer | None) -> None:
@@ -62,8 +66,13 @@ class LocalRay(RayCluster):
                     log_to_driver=verbose,
                     logging_level=logging.INFO if verbose else logging.ERROR,
                 )
-        except BaseException:  # a signal, too: nobody else knows of what was started by then
+        except BaseException as error:  # a signal, too: nobody else knows of what was started by then
             self._end(0.0)
+            if isinstance(error, Exception):
+                raise RayStartError(
+                    f"Ray did not start: {_first_line(error)} (its logs have more: raylet.err and gcs_server.err in "
+                    f"{Environment.read().ray_logs})"
+                ) from error
             raise
         self._watch.guard(descendants())
         self.about = f"on this machine, {logical} logical CPUs"

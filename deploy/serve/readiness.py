@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from tempfile import gettempdir
 from typing import Any
 
 import httpx
@@ -95,8 +94,7 @@ def refuse_failed(status: ApplicationStatusOverview) -> None:
         if failure is not None:
             raise StartError(_sentence(failure))
     if status.status in FAILED:
-        logs = f"{Environment.read().ray_tmpdir or gettempdir()}/ray/session_latest/logs/serve"
-        raise StartError(f"{_last_line(messages)} (Ray's logs have more: {logs})")
+        raise StartError(f"{_last_line(messages)} (Ray's logs have more: {Environment.read().ray_logs}/serve)")
 
 
 def gateways_serve(status: ApplicationStatusOverview) -> bool:

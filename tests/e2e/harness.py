@@ -24,6 +24,7 @@ from cluster.app import build
 from cluster.config_values import GATEWAY
 from deploy.serve.environment import LOCAL_RAY
 from deploy.serve.fork_server import ForkServer, fork_server
+from deploy.serve.lean_ray import lean_node
 from tests.lifetime import end_in_good_order
 
 T = TypeVar("T")
@@ -69,7 +70,7 @@ def start_ray(report_seconds: int = 2, **more: Any) -> None:
         "RAY_SERVE_STATUS_GAUGE_REPORT_INTERVAL_S": str(report_seconds / 2),
     }
     os.environ.update(AS_SERVED | OPEN | told)
-    with _forks():
+    with lean_node(os.environ, verbose=False), _forks():
         ray.init(
             address="local",
             num_cpus=16,

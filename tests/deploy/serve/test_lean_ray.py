@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ray._private import utils
 from ray._private.node import Node
+from ray._private.parameter import RayParams
 
 from deploy.serve import lean_ray
 from deploy.serve.lean_ray import lean_node
@@ -71,3 +75,41 @@ def test_rays_agent_is_started_in_full_where_all_that_it_needs_is_installed(monk
         monkeypatch.setattr(lean_ray, "AGENT_NEEDS", ("aiohttp", "not_there.at_all"))
         assert utils.get_dashboard_dependency_error() is lacks
     assert utils.get_dashboard_dependency_error() is lacks
+
+
+def ports_told(monkeypatch: pytest.MonkeyPatch, **chosen: Any) -> list[int | None]:
+    """The ports of a node's agents, as its start would have had them."""
+    monkeypatch.setattr(Node, "__init__", lambda *_, **__: None)
+    params = RayParams(**chosen)
+    with lean_node({}, verbose=False):
+        Node(params, head=True)
+    return [params.metrics_agent_port, params.metrics_export_port, params.runtime_env_agent_port]
+
+
+def test_agents_are_told_ports_that_nobody_else_gets_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    ports = ports_told(monkeypatch)
+    first_by_chance = int(lean_ray.LOCAL_PORTS.read_text().split()[0])
+    assert len({*ports}) == 3
+    assert all(19999 < port < first_by_chance for port in ports)
+    for port in ports:
+        socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_a_port_that_somebody_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent, export, environments = ports_told(monkeypatch, metrics_export_port=9100)
+    assert export == 9100
+    assert agent is not None
+    assert environments is not None
+
+
+def test_agents_choose_for_themselves_where_no_port_is_safe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    by_chance = tmp_path / "ip_local_port_range"
+    for text in ("1024\t65535\n", "", "none"):
+        by_chance.write_text(text)
+        monkeypatch.setattr(lean_ray, "LOCAL_PORTS", by_chance)
+        assert ports_told(monkeypatch) == [None, None, None]
+    monkeypatch.setattr(lean_ray, "LOCAL_PORTS", tmp_path / "not Linux")
+    assert ports_told(monkeypatch) == [None, None, None]
+    monkeypatch.undo()
+    monkeypatch.setattr(lean_ray, "AGENT_NEEDS", ("not_there.at_all",))
+    assert ports_told(monkeypatch) == [None, None, None]

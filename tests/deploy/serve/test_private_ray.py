@@ -1,6 +1,7 @@
 """Which Ray RAY_ADDRESS means, and what becomes of a command that waits for one."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -10,8 +11,9 @@ import psutil
 import pytest
 
 from deploy.serve import environment as rays
+from deploy.serve import ray_cluster
 from deploy.serve.environment import LOCAL_RAY, prepare_ray
-from deploy.serve.ray_cluster import LocalRay
+from deploy.serve.ray_cluster import LocalRay, RayStartError
 from engine.errors import ConfigError
 
 
@@ -144,3 +146,18 @@ def test_a_process_that_ends_while_it_is_asked_about_does_not_hide_the_others(
     assert cluster.alive()
     children = ["gone", "gcs_server"]
     assert not cluster.alive()
+
+
+def test_a_ray_that_does_not_start_is_one_sentence_that_names_its_logs(monkeypatch):
+    def refuse(**_):
+        raise Exception("\nThe current node timed out during startup.\nMore of it.")
+
+    monkeypatch.setattr(ray_cluster.ray, "init", refuse)
+    monkeypatch.setattr(ray_cluster, "descendants", list)
+    monkeypatch.setenv("RAY_TMPDIR", "/elsewhere")
+    told = (
+        "Ray did not start: The current node timed out during startup. (its logs have more: raylet.err and "
+        "gcs_server.err in /elsewhere/ray/session_latest/logs)"
+    )
+    with pytest.raises(RayStartError, match=f"^{re.escape(told)}$"):
+        LocalRay(1.0, verbose=False, forks=None)
