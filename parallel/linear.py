@@ -88,6 +88,7 @@ class ParallelLinear(nn.Module):
     weight: ShardedParameter
     weight_scale: ShardedParameter
     weight_zero: ShardedParameter
+    weight_global_scale: ShardedParameter
     bias: ShardedParameter | None
 
     def __init__(self, weight: ShardedParameter, bias: ShardedParameter | None, group: Group) -> None:
@@ -101,9 +102,9 @@ class ParallelLinear(nn.Module):
     def order_rows(self) -> None:
         """Put the loaded rows into `row_order`; called once, before `method` makes what it needs of them."""
         if self.row_order is not None:
-            scales, zeros = getattr(self, "weight_scale", None), getattr(self, "weight_zero", None)
-            for parameter in (self.weight, scales, zeros, self.bias):
-                if parameter is not None:
+            names = ("weight", "weight_scale", "weight_zero", "weight_global_scale", "bias")
+            for name, parameter in self.named_parameters(recurse=False):
+                if name in names:
                     parameter.copy_(parameter[torch.tensor(self.row_order, device=parameter.device)])
 
     def use_weight(self, weight: ShardedParameter) -> None:
@@ -111,7 +112,7 @@ class ParallelLinear(nn.Module):
         self.weight = weight
         self.method = PlainLinear(weight)
 
-    def release_weight(self, *others: ShardedParameter) -> None:
+    def release_weight(self, *others: nn.Parameter) -> None:
         """Free the weight, and others, whose contents `method` no longer needs; they cannot be loaded again."""
         for parameter in (self.weight, *others):
             parameter.data = parameter.data.new_empty(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,9 +32,48 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scale).clamp_(-LARGEST_E4M3, LARGEST_E4M3).to(E4M3), scale
 
 
-def scales_in_fp32(scale: Tensor) -> Tensor:
-    """Return the scales of weights of four bits in fp32. scale: as `Kernels.four_bit_linear` takes it."""
-    return scale.view(torch.float8_e8m0fnu).float() if scale.dtype is torch.uint8 else scale
+@dataclass(frozen=True)
+class FourBits:
+    """A weight [out, in] of four bits whose groups of adjacent inputs share a scale.
+
+    w = (code - zero) * scale, or, where codes are numbers of E2M1 (sign, two bits of exponent, one of mantissa) and
+    there are no zeros, E2M1[code] * scale * whole.
+
+    codes: [out, in / 2] uint8, two codes of 0 to 15 in each, that of the even input in the low half. scale: [out,
+    groups], in fp32; in uint8 where all are powers of two: exponents, counted from -127; in e4m3 where there is a
+    `whole`. zero: [out, groups] uint8, 0 to 16. whole: [out] fp32.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+    whole: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return len(self.codes), 2 * self.codes.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.shape[1] // self.scale.shape[1]
+
+    def rows(self, first: int, last: int) -> FourBits:
+        """Return the outputs [first, last)."""
+        return FourBits(*(None if each is None else each[first:last] for each in self._all()))  # type: ignore[arg-type]
+
+    def held(self) -> list[Tensor]:
+        """Return all that it consists of."""
+        return [each for each in self._all() if each is not None]
+
+    def _all(self) -> tuple[Tensor | None, ...]:
+        return self.codes, self.scale, self.zero, self.whole
+
+    def scale_in_fp32(self) -> Tensor:
+        """Return the scales of groups, [out, groups] in fp32."""
+        scale = self.scale
+        return scale.view(torch.float8_e8m0fnu).float() if scale.dtype is torch.uint8 else scale.float()
 
 
 def dequantised_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -81,14 +121,11 @@ class Kernels(ABC):
         """
         return None
 
-    def four_bit_linear(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> LinearMethod | None:
-        """Return the same for a weight of four bits, w = (code - zero) * scale, or E2M1[code] * scale without zeros.
+    def four_bit_linear(self, weight: FourBits) -> LinearMethod | None:
+        """Return the same for a weight of four bits.
 
-        codes: [out, in / 2] uint8, that of an even input in the low half, of the next one in the high half. scale:
-        [out, groups] fp32, of in / groups adjacent inputs, or uint8: exponents of powers of two, counted from -127.
-        zero: [out, groups] uint8, 0 to 16, None where codes are numbers of E2M1 (`engine.quantization.layout`). On a
-        CPU what is returned keeps none of them, and a row's bits must not depend on how many rows there are. On a GPU
-        it is for at most `FEW_ROWS` rows.
+        On a CPU what is returned keeps none of its tensors, and a row's bits must not depend on how many rows there
+        are. On a GPU it is for at most `FEW_ROWS` rows.
         """
         return None
 

@@ -15,6 +15,7 @@
 #include "panels.h"
 
 #define FEW (2 * MAX_ROWS) /* rows up to which widening again in each pass costs less than a strip does */
+#define READ_AGAIN (REGISTERS == 32 ? FEW : 5) /* the same for codes of four bits that are not scaled by groups */
 #define WIDE_STRIP 128     /* steps of a strip of int8: what it is widened to stays in the nearest cache */
 
 /* A weight as it is packed. */
@@ -88,8 +89,11 @@ void pack8(const int8_t *weights, int8_t *packed, int64_t outs, int64_t ins) {
     pack_panels(1, (const char *)weights, (char *)packed, outs, ins, sizeof(int8_t));
 }
 
-/* Lanes of an output's scale: where weights are scaled, one for each input of a step. tiles: as of `multiply`. */
-int64_t lanes_of_scale(int64_t ins, int tiles) { return BY_GROUP && !by_tiles(ins, tiles) ? 1 : DEPTH; }
+/* Whether sums of groups are scaled as a whole, not each weight. tiles: as of `multiply`. */
+int scales_sums(int64_t ins, int tiles) { return BY_GROUP && !by_tiles(ins, tiles); }
+
+/* Whether scales may be held in float16. */
+int holds_halves(void) { return HALVES; }
 
 /* codes [outs][ins / 2], the code of the first of two inputs in the lower bits, to packed, 0 behind the last of outs. */
 void pack4(const uint8_t *codes, char *packed, int64_t outs, int64_t ins, int tiles) {
@@ -112,7 +116,7 @@ void pack4(const uint8_t *codes, char *packed, int64_t outs, int64_t ins, int ti
 /* A band with the panel that begins at output `at`. */
 INLINE void multiply_panel(const int tiled, const int eight, Band band, const Weight *weight, long at) {
     ALIGNED float sums[(BAND + TILE_ROWS) * WIDE];
-    ALIGNED elem wider[eight ? WIDE_STRIP * STEP : 1];
+    ALIGNED made wider[eight ? WIDE_STRIP * STEP : 1];
     const long size = eight ? 1 : sizeof(elem), depth = weight->ins / DEPTH, bytes = STEP * size;
     const int few = !tiled && band.rows <= FEW;
     const long length = eight && !few ? WIDE_STRIP : tiled ? TILE_STRIP : STRIP;
@@ -126,15 +130,16 @@ INLINE void multiply_panel(const int tiled, const int eight, Band band, const We
             const int8_t *from = strip;
             for (long w = 0; w < steps * STEP; w += RUN) {
                 if (w % LINE == 0) __builtin_prefetch(next + w, 0, 2);
-                put_weights(wider + w, widened(from + w));
+                put_made(wider + w, widened(from + w));
             }
-            multiply_tiles(x, band.stride, band.rows, wider, steps, start == 0, sums, next, 0);
+            multiply_tiles(x, band.stride, band.rows, (const elem *)wider, steps, start == 0, sums, next, 0);
         } else if (tiled)
             multiply_tiles(x, band.stride, band.rows, strip, steps, start == 0, sums, next, bytes);
         else if (few)
-            multiply_strip(eight, x, band.stride, band.rows, strip, 0, steps, start == 0, sums, next, bytes);
+            multiply_strip(eight ? INT8 : PACKED, x, band.stride, band.rows, strip, 0, steps, start == 0, sums, next, bytes);
         else
-            multiply_strip(eight, x, band.stride, band.rows, strip, eight ? wider : 0, steps, start == 0, sums, next, bytes);
+            multiply_strip(eight ? INT8 : PACKED, x, band.stride, band.rows, strip, eight ? wider : 0, steps, start == 0, sums,
+                           next, bytes);
     }
     const float *scales = eight ? weight->scales + at : 0;
     const elem *bias = weight->bias ? weight->bias + at : 0;
@@ -179,7 +184,7 @@ void multiply8(const elem *x, int64_t x_stride, const int8_t *packed, const floa
 INLINE void multiply_widened(const int tiled, const int kind, Band band, const Codes *panel, const elem *bias, long outs,
                              long wide) {
     ALIGNED float sums[(BAND + TILE_ROWS) * WIDE];
-    ALIGNED elem wider[WIDE_STRIP * STEP];
+    ALIGNED made wider[WIDE_STRIP * STEP];
     const long depth = panel->steps;
     if (tiled) begin_panel(band.rows);
     for (long start = 0; start < depth; start += WIDE_STRIP) {
@@ -190,15 +195,15 @@ INLINE void multiply_widened(const int tiled, const int kind, Band band, const C
         else
             widen4(kind, panel, start, steps, wider);
         if (tiled)
-            multiply_tiles(x, band.stride, band.rows, wider, steps, start == 0, sums, 0, 0);
+            multiply_tiles(x, band.stride, band.rows, (const elem *)wider, steps, start == 0, sums, 0, 0);
         else
-            multiply_strip(0, x, band.stride, band.rows, wider, 0, steps, start == 0, sums, 0, 0);
+            multiply_strip(MADE, x, band.stride, band.rows, wider, 0, steps, start == 0, sums, 0, 0);
     }
     if (tiled) {
         end_panel();
-        finish_tiles(sums, 0, bias, band.out, band.rows, outs, wide);
+        finish_tiles(sums, panel->whole, bias, band.out, band.rows, outs, wide);
     } else
-        finish(sums, 0, bias, band.out, band.rows, outs, wide);
+        finish(sums, panel->whole, bias, band.out, band.rows, outs, wide);
 }
 
 #if !BY_GROUP
@@ -217,7 +222,7 @@ INLINE void multiply_read(const int kind, Band band, const Codes *panel, const e
             })
         }
     }
-    finish(sums, 0, bias, band.out, band.rows, outs, wide);
+    finish(sums, panel->whole, bias, band.out, band.rows, outs, wide);
 }
 #endif
 
@@ -240,7 +245,7 @@ INLINE void multiply_coded(const int eight, const int keep, Band band, const Cod
                         multiply_groups(ROWS, eight, keep ? KEEP : WORDS, x, band.stride, panel, strip, start, steps, to))
         }
     }
-    finish(sums, 0, bias, band.out, band.rows, outs, wide);
+    finish(sums, panel->whole, bias, band.out, band.rows, outs, wide);
 }
 #endif
 
@@ -256,7 +261,7 @@ INLINE void multiply_fours(const int kind, int tiled, Band band, const Codes *fo
     else
         multiply_coded(0, 1, band, fours, bias, outs, wide);
 #else
-    if (WIDENS || band.rows <= FEW)
+    if (band.rows <= READ_AGAIN)
         multiply_read(kind, band, fours, bias, outs, wide);
     else
         multiply_widened(0, kind, band, fours, bias, outs, wide);
@@ -280,46 +285,49 @@ INLINE void multiply_eights(int tiled, Band band, const Codes *eights, const ele
 }
 
 /* All rows with all panels of codes, in eight bits or four. */
-INLINE void multiply_by_codes(const int eight, Band all, const char *packed, const float *scales, const float *zeros,
-                              const elem *bias, int64_t outs, int64_t ins, int64_t group, int64_t floats, int64_t threads,
-                              int tiles) {
+INLINE void multiply_by_codes(const int eight, Band all, const Codes *weight, const elem *bias, int64_t outs, int64_t ins,
+                              int64_t threads, int tiles) {
     const int tiled = by_tiles(ins, tiles);
     const long size = band_of(all.rows, tiled ? TILE_ROWS : MAX_ROWS), bands = (all.rows + size - 1) / size;
-    const long depth = ins / DEPTH, of_panel = depth * STEP / (eight ? 1 : 2);
-    const long of_groups = ins / group * WIDE * lanes_of_scale(ins, tiles);
+    const long of_panel = weight->steps * STEP / (eight ? 1 : 2), of_groups = weight->steps / weight->per_group * WIDE;
 #pragma omp parallel for collapse(2) schedule(static) num_threads(team(all.rows * outs * ins, WORTH, threads))
     for (long b = 0; b < bands; b++)
         for (long at = 0; at < outs; at += WIDE) {
             const long row = b * size, left = all.rows - row, panel = at / WIDE, wide = outs - at < WIDE ? outs - at : WIDE;
             const Band band = {all.x + row * all.stride, all.out + row * outs + at, left < size ? left : size, all.stride};
-            const Codes codes = {packed + panel * of_panel, scales + panel * of_groups,
-                                 zeros ? zeros + panel * of_groups : 0, depth, group / DEPTH, (int)floats};
+            Codes codes = *weight;
+            codes.words += panel * of_panel;
+            codes.scales += panel * of_groups * size_of_scale(codes.held);
+            if (codes.zeros) codes.zeros += panel * of_groups;
+            if (codes.whole) codes.whole += at;
             const elem *own = bias ? bias + at : 0;
             if (eight)
                 multiply_eights(tiled, band, &codes, own, outs, wide);
-            else if (floats)
+            else if (weight->floats)
                 multiply_fours(FLOATS, tiled, band, &codes, own, outs, wide);
-            else if (zeros)
+            else if (weight->zeros)
                 multiply_fours(OFFSET, tiled, band, &codes, own, outs, wide);
             else
                 multiply_fours(WHOLE, tiled, band, &codes, own, outs, wide);
         }
 }
 
-/* As multiply, with weights of pack4. scales, zeros: [ceil(outs / WIDE)][ins / group][WIDE][lanes_of_scale]; zeros less 8,
- * 0 = all are 8, or there are none. group: a multiple of DEPTH * WORD, and ins of that. floats: whether codes are numbers
- * of E2M1. */
-void multiply4(const elem *x, int64_t x_stride, const char *packed, const float *scales, const float *zeros,
-               const elem *bias, elem *out, int64_t rows, int64_t outs, int64_t ins, int64_t group, int64_t floats,
+/* As multiply, with weights of pack4. scales: [ceil(outs / WIDE)][ins / group][WIDE], held in `held`; zeros likewise, less 8,
+ * 0 = all are 8, or there are none. whole: [ceil(outs / WIDE) * WIDE], what sums of an output are multiplied by, 0 = all 1.
+ * group: a multiple of DEPTH * WORD, and ins of that. floats: whether codes are numbers of E2M1. */
+void multiply4(const elem *x, int64_t x_stride, const char *packed, const char *scales, const int8_t *zeros, const float *whole,
+               const elem *bias, elem *out, int64_t rows, int64_t outs, int64_t ins, int64_t group, int64_t held, int64_t floats,
                int64_t threads, int tiles) {
     const Band all = {x, out, rows, x_stride};
-    multiply_by_codes(0, all, packed, scales, zeros, bias, outs, ins, group, floats, threads, tiles);
+    const Codes weight = {packed, scales, zeros, whole, ins / DEPTH, group / DEPTH, (int)held, (int)floats};
+    multiply_by_codes(0, all, &weight, bias, outs, ins, threads, tiles);
 }
 
 /* As multiply4, with weights of pack_e4m3, none of them NaN, and scales times E4M3_UNIT. group: a multiple of 2 * DEPTH,
  * and ins of that. */
-void multiply_e4m3(const elem *x, int64_t x_stride, const uint8_t *packed, const float *scales, const elem *bias, elem *out,
-                   int64_t rows, int64_t outs, int64_t ins, int64_t group, int64_t threads, int tiles) {
+void multiply_e4m3(const elem *x, int64_t x_stride, const char *packed, const char *scales, const elem *bias, elem *out,
+                   int64_t rows, int64_t outs, int64_t ins, int64_t group, int64_t held, int64_t threads, int tiles) {
     const Band all = {x, out, rows, x_stride};
-    multiply_by_codes(1, all, (const char *)packed, scales, 0, bias, outs, ins, group, 0, threads, tiles);
+    const Codes weight = {packed, scales, 0, 0, ins / DEPTH, group / DEPTH, (int)held, 0};
+    multiply_by_codes(1, all, &weight, bias, outs, ins, threads, tiles);
 }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from engine.kernels.base import TorchKernels
+from engine.kernels.base import FourBits, TorchKernels
 from engine.kernels.compiler import load_library
 from engine.kernels.native_linear import NativeFourBitLinear, NativeFp8Linear, NativeInt8Linear, NativeLinear
 from engine.kernels.recurrent import StateRows
@@ -70,16 +70,17 @@ def native_library(
         library.pack8.argtypes = (c_void_p,) * 2 + (c_int64,) * 2
         library.multiply8.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, *(c_int64,) * 4, c_int)
         library.pack4.argtypes = (*(c_void_p,) * 2, *(c_int64,) * 2, c_int)
-        library.lanes_of_scale.argtypes = (c_int64, c_int)
-        library.multiply4.argtypes = (c_void_p, c_int64, *(c_void_p,) * 5, *(c_int64,) * 6, c_int)
+        library.scales_sums.argtypes = (c_int64, c_int)
+        library.holds_halves.argtypes = ()
+        library.multiply4.argtypes = (c_void_p, c_int64, *(c_void_p,) * 6, *(c_int64,) * 7, c_int)
         library.pack_e4m3.argtypes = (*(c_void_p,) * 2, *(c_int64,) * 2, c_int)
-        library.multiply_e4m3.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, *(c_int64,) * 5, c_int)
+        library.multiply_e4m3.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, *(c_int64,) * 6, c_int)
         library.short_conv.argtypes = (c_void_p, c_int64, *(c_void_p,) * 7, *(c_int64,) * 5)
         library.unit_heads.argtypes = (c_void_p, c_int64, c_void_p, *(c_int64,) * 3, c_float, c_float, c_int64)
         library.outer_product_state.argtypes = (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 7, *(c_int64,) * 7)
         for name in NAMES:
             getattr(library, name).restype = None
-        for name in ("room_of", "part_of", "best_rows", "piece_size", "packing_depth", "lanes_of_scale"):
+        for name in ("room_of", "part_of", "best_rows", "piece_size", "packing_depth"):
             getattr(library, name).restype = c_int64
     return library
 
@@ -125,10 +126,10 @@ class NativeKernels(TorchKernels):
         return NativeFp8Linear(self._library, weight, scale, self._dtype, self._threads)
 
     @override
-    def four_bit_linear(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> LinearMethod | None:
-        if not NativeFourBitLinear.supports(self._library, codes, scale):
+    def four_bit_linear(self, weight: FourBits) -> LinearMethod | None:
+        if not NativeFourBitLinear.supports(self._library, weight):
             return None
-        return NativeFourBitLinear(self._library, codes, scale, zero, self._dtype, self._threads)
+        return NativeFourBitLinear(self._library, weight, self._dtype, self._threads)
 
     @override
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -9,12 +9,20 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from engine.kernels.base import scales_in_fp32
+from engine.kernels.base import E4M3, FourBits
 from parallel.linear import LinearMethod
 
 WIDE = 64  # outputs of one panel of packed weights, as in multiply.c
 MIDDLE = 8  # of codes of four bits
-NAN, E4M3_UNIT = 0x7F, 256  # of e4m3: the bits of what is no number, and as in panel_eights.h
+NAN, E4M3_UNIT = 0x7F, 256  # of e4m3: the bits of what is no number, and as in panel_scales.h
+HELD = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.uint8,
+    E4M3,
+)  # what scales are held in, as in panel_scales.h
+ONE = 127  # as an exponent
 LEAST_FP8_GROUP = 32  # inputs that share a scale of fp8: of fewer, scales would take as much as the weight
 
 
@@ -24,8 +32,8 @@ class _PanelLinear(LinearMethod):
     A row has the same bits whatever the number of rows, and no row count needs a preparation of its own. Where dot
     products of bfloat16 take two inputs at a time, sums of groups that share a scale are scaled as a whole.
 
-    multiply: the function in C. shape: of the weight, [out, in]. sizes: what it takes besides. `_addresses`: of all
-    that it reads of the weight.
+    multiply: the function in C. shape: of the weight, [out, in]. `_addresses`: of all that it reads of the weight.
+    `_ending`: what it takes behind rows, outputs and inputs.
     """
 
     _addresses: tuple[int | None, ...]
@@ -37,7 +45,6 @@ class _PanelLinear(LinearMethod):
         shape: Sequence[int],
         dtype: torch.dtype,
         threads: int,
-        sizes: tuple[int, ...] = (),
     ) -> None:
         self._outs, self._ins = shape
         self._dtype = dtype
@@ -46,9 +53,9 @@ class _PanelLinear(LinearMethod):
         tiled = library.multiplies_by_tiles(self._ins, self._tiles)
         depth = library.packing_depth()
         self._way = "by tiles" if tiled else f"{depth} inputs at a time"
-        self._lanes = library.lanes_of_scale(self._ins, self._tiles)
-        self._whole = self._lanes < depth
-        self._ending = *sizes, threads, self._tiles
+        self._scales_sums = bool(library.scales_sums(self._ins, self._tiles))
+        self._halves = bool(library.holds_halves())
+        self._ending: tuple[int, ...] = threads, self._tiles
 
     @override
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -63,8 +70,19 @@ class _PanelLinear(LinearMethod):
     def describe(self) -> str:
         return f"{type(self).__name__} {self._outs}x{self._ins} {self._way}"
 
-    def _in_groups(self, of: int) -> str:
-        return f" in groups of {of}{', scaled whole' if self._whole else ''}"
+    def _in_groups(self, of: int, scales: Tensor) -> str:
+        held = str(scales.dtype).removeprefix("torch.")
+        return f" in groups of {of}{', scaled whole' if self._scales_sums else ''}, scales in {held}"
+
+    def _narrowed(self, scale: Tensor) -> Tensor:
+        """Return scales in fp32 in the fewest bits that hold all of them as they are."""
+        mantissa, _ = torch.frexp(scale)
+        if bool((mantissa == 0.5).all()) and float(scale.min()) >= torch.finfo(torch.float32).tiny:
+            return scale.to(torch.float8_e8m0fnu).view(torch.uint8)
+        for dtype in (torch.bfloat16, *((torch.float16,) if self._halves else ())):
+            if torch.equal(scale.to(dtype).float(), scale):
+                return scale.to(dtype)
+        return scale
 
     def _padded(self) -> int:
         """Outputs of all panels."""
@@ -109,61 +127,59 @@ class NativeInt8Linear(_PanelLinear):
 
 
 class NativeFourBitLinear(_PanelLinear):
-    """Weights of four bits that groups of inputs scale; see `Kernels.four_bit_linear` for what they are.
+    """Weights of four bits that groups of inputs scale. dtype: of the activations.
 
-    dtype: of the activations. The results are those of `NativeLinear` with the weights that these stand for, rounded
-    to the dtype, bit for bit. Without tiles they are not rounded to bfloat16, nor where groups are scaled as a whole.
+    The results are those of `NativeLinear` with the weights that these stand for, rounded to the dtype, bit for bit,
+    but for `whole`, by which sums are multiplied. Without tiles they are not rounded to bfloat16, nor where groups
+    are scaled as a whole.
     """
 
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        codes: Tensor,
-        scale: Tensor,
-        zero: Tensor | None,
-        dtype: torch.dtype,
-        threads: int,
-    ) -> None:
-        shape = codes.shape[0], 2 * codes.shape[1]
-        self._group, self._floats = shape[1] // scale.shape[1], zero is None
-        super().__init__(library, library.multiply4, shape, dtype, threads, (self._group, int(self._floats)))
+    def __init__(self, library: ctypes.CDLL, weight: FourBits, dtype: torch.dtype, threads: int) -> None:
+        super().__init__(library, library.multiply4, weight.shape, dtype, threads)
+        self._group, self._floats = weight.group, weight.zero is None
         self._packed = torch.empty(self._padded() * self._ins // 8, dtype=torch.int32)
-        plain = codes.contiguous()
-        library.pack4(plain.data_ptr(), self._packed.data_ptr(), self._outs, self._ins, self._tiles)
-        self._scales = _in_lanes(scales_in_fp32(scale), self._padded(), self._lanes)
+        codes = weight.codes.contiguous()
+        library.pack4(codes.data_ptr(), self._packed.data_ptr(), self._outs, self._ins, self._tiles)
+        narrow = weight.scale if weight.scale.dtype in (torch.uint8, E4M3) else self._narrowed(weight.scale)
+        self._scales = _in_lanes(narrow, self._padded())
         # Codes are counted from 8: where all zeros are 8, there is nothing to subtract.
-        zero = None if zero is None or bool((zero == MIDDLE).all()) else zero
-        self._zeros = None if zero is None else _in_lanes(zero.float() - MIDDLE, self._padded(), self._lanes)
-        zeros = None if self._zeros is None else self._zeros.data_ptr()
-        self._addresses = self._packed.data_ptr(), self._scales.data_ptr(), zeros
+        zero = None if weight.zero is None or bool((weight.zero == MIDDLE).all()) else weight.zero
+        self._zeros = None if zero is None else _in_lanes(zero.to(torch.int8) - MIDDLE, self._padded())
+        unit = E4M3_UNIT if narrow.dtype is E4M3 else 1
+        self._whole = None if weight.whole is None else _in_lanes(weight.whole[:, None] * unit, self._padded())
+        others = (None if each is None else each.data_ptr() for each in (self._zeros, self._whole))
+        self._addresses = self._packed.data_ptr(), self._scales.data_ptr(), *others
+        self._ending = self._group, HELD.index(narrow.dtype), int(self._floats), *self._ending
 
     @staticmethod
-    def supports(library: ctypes.CDLL, codes: Tensor, scale: Tensor) -> bool:
+    def supports(library: ctypes.CDLL, weight: FourBits) -> bool:
         """Whether `library` can pack such a weight: a word of eight codes has inputs of one group."""
-        return bool(2 * codes.shape[1] // scale.shape[1] % (8 * library.packing_depth()) == 0)
+        return bool(weight.group % (8 * library.packing_depth()) == 0)
 
     @override
     def describe(self) -> str:
         kind = "E2M1 " if self._floats else ""
-        return f"{kind}{super().describe()}{self._in_groups(self._group)}"
+        return f"{kind}{super().describe()}{self._in_groups(self._group, self._scales)}"
 
 
 class NativeFp8Linear(_PanelLinear):
     """Weights in fp8 (e4m3), times a scale by blocks; see `Kernels.fp8_linear` for what they are.
 
     dtype: of the activations. The results are those of `NativeLinear` with the weights that these stand for, rounded
-    to the dtype, bit for bit. Where groups are scaled as a whole the weights are not rounded.
+    to the dtype, bit for bit. Where bfloat16 is widened to fp32, or groups are scaled as a whole, they are not
+    rounded.
     """
 
     def __init__(self, library: ctypes.CDLL, weight: Tensor, scale: Tensor, dtype: torch.dtype, threads: int) -> None:
+        super().__init__(library, library.multiply_e4m3, weight.shape, dtype, threads)
         self._group = weight.shape[1] // scale.shape[1]
-        super().__init__(library, library.multiply_e4m3, weight.shape, dtype, threads, (self._group,))
         self._packed = torch.empty(self._padded() * self._ins, dtype=torch.uint8)
         plain = weight.contiguous()
         library.pack_e4m3(plain.data_ptr(), self._packed.data_ptr(), self._outs, self._ins, self._tiles)
-        of_outputs = scale.float().repeat_interleave(self._outs // len(scale), 0)
-        self._scales = _in_lanes(of_outputs * E4M3_UNIT, self._padded(), self._lanes)
+        narrow = self._narrowed(scale.float() * E4M3_UNIT).repeat_interleave(self._outs // len(scale), 0)
+        self._scales = _in_lanes(narrow, self._padded())
         self._addresses = self._packed.data_ptr(), self._scales.data_ptr()
+        self._ending = self._group, HELD.index(narrow.dtype), *self._ending
 
     @staticmethod
     def supports(library: ctypes.CDLL, weight: Tensor, scale: Tensor) -> bool:
@@ -173,16 +189,17 @@ class NativeFp8Linear(_PanelLinear):
 
     @override
     def describe(self) -> str:
-        return f"{super().describe()}{self._in_groups(self._group)}"
+        return f"{super().describe()}{self._in_groups(self._group, self._scales)}"
 
 
-def _in_lanes(of_groups: Tensor, padded: int, depth: int) -> Tensor:
-    """Return [out, groups] in fp32 as C reads it: [padded / WIDE, groups, WIDE, depth], 0 behind the last output."""
+def _in_lanes(of_groups: Tensor, padded: int) -> Tensor:
+    """Return [out, groups] as C reads it: [padded / WIDE, groups, WIDE], 0 or an exponent of 1 behind the last."""
     outs, groups = of_groups.shape
-    lanes = of_groups.new_zeros(padded, groups, dtype=torch.float32)
+    lanes = of_groups.new_zeros(padded, groups)
     lanes[:outs] = of_groups
-    by_panel = lanes.view(-1, WIDE, groups).transpose(1, 2)[..., None]
-    return by_panel.expand(-1, -1, -1, depth).contiguous()
+    if of_groups.dtype is torch.uint8:
+        lanes[outs:] = ONE
+    return lanes.view(-1, WIDE, groups).transpose(1, 2).contiguous()
 
 
 def _check(x: Tensor, width: int, dtype: torch.dtype) -> None:

@@ -7,7 +7,7 @@
  *
  * Packed: for WORD steps of a panel, [WIDE * DEPTH / LANES] vectors of words of 32 bits, a code of each step in each word,
  * that of the first in the lowest bits. Lanes are outputs; where a step is two inputs, [outputs][2], as a step of the
- * plain panel. Scales and zeros are in lanes likewise, [groups][WIDE * DEPTH].
+ * plain panel. Scales and zeros as in panel_scales.h.
  */
 
 #define WORD 8                      /* codes of a word, each of another step */
@@ -19,12 +19,14 @@
 /* What a code stands for: less 8, less its zero besides, a number of E2M1, or in eight bits one of e4m3. */
 enum { WHOLE, OFFSET, FLOATS, E4M3 };
 
-/* A panel of codes. Scales and zeros are [groups][STEP], or where groups are scaled whole [groups][WIDE]. */
+/* A panel of codes. */
 typedef struct {
     const char *words;
-    const float *scales;
-    const float *zeros;    /* less the 8 that codes are counted from; 0 = all 0 */
+    const char *scales;
+    const int8_t *zeros;   /* less the 8 that codes are counted from; 0 = all 0 */
+    const float *whole;    /* what sums of an output are multiplied by; 0 = all 1 */
     long steps, per_group; /* of the panel, of a group */
+    int held;              /* what scales are held in */
     int floats;            /* whether codes of four bits are numbers of E2M1 */
 } Codes;
 
@@ -58,12 +60,34 @@ INLINE run rounded(const vec *found) {
 #endif
 }
 
-/* The weights of vector v of outputs in step `at`. words: of the vector's LANES * DEPTH lanes. */
-INLINE run weights_of(const int kind, const uvec *words, int at, const float *scales, const float *zeros) {
+/* Where registers are few, those of sums are worth more than those of what is in memory as well. */
+#if REGISTERS == 16
+#define LEFT_IN_MEMORY(what) __asm__("" : "+m"(what))
+#else
+#define LEFT_IN_MEMORY(what)
+#endif
+
+/* What a group of a vector of outputs has in common. */
+typedef struct {
+    vec scales[DEPTH], zeros[DEPTH];
+} Shared;
+
+INLINE Shared shared_by(const int kind, const Codes *panel, long step, int vector) {
+    const long at = step / panel->per_group * WIDE + vector * LANES;
+    Shared found;
+    vec scales;
+    get_scales(panel->scales, panel->held, at, 1, &scales);
+    spread(scales, found.scales);
+    if (kind == OFFSET) spread(widened_lanes(panel->zeros + at), found.zeros);
+    return found;
+}
+
+/* The weights of a vector of outputs in step `at`. words: of the vector's LANES * DEPTH lanes. */
+INLINE run weights_of(const int kind, const uvec *words, int at, const Shared *shared) {
     vec found[DEPTH];
     for (int d = 0; d < DEPTH; d++) {
         const vec code = fours(kind, words[d], at);
-        found[d] = (kind == OFFSET ? code - get_float(zeros + d * LANES) : code) * get_float(scales + d * LANES);
+        found[d] = (kind == OFFSET ? code - shared->zeros[d] : code) * shared->scales[d];
     }
     return rounded(found);
 }
@@ -83,22 +107,29 @@ INLINE void multiply_rows4(const int rows, const int kind, const input *x, long 
         vec sum[MAX_ROWS][VECS];
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < cols; v++) sum[r][v] = start ? get_float(sums + r * WIDE + (c + v) * LANES) : splat(0);
-        for (long k = 0; k < steps; k += WORD) {
-            const long group = (start + k) / panel->per_group * STEP + c * RUN;
-            const char *from = panel->words + (start + k) / WORD * WORD_BYTES + c * RUN * 4;
-            uvec words[MOST_COLS][DEPTH];
+        for (long k = 0, next; k < steps; k = next) {
+            const long left = panel->per_group - (start + k) % panel->per_group; /* of the group */
+            next = k + left < steps ? k + left : steps;
+            Shared shared[MOST_COLS];
 #pragma GCC unroll 8
-            for (int v = 0; v < cols; v++) get_words(from + v * RUN * 4, words[v]);
+            for (int v = 0; v < cols; v++) shared[v] = shared_by(kind, panel, start + k, c + v);
+            for (long word = k; word < next; word += WORD) {
+                const char *from = panel->words + (start + word) / WORD * WORD_BYTES + c * RUN * 4;
+                uvec words[MOST_COLS][DEPTH];
 #pragma GCC unroll 8
-            for (int at = 0; at < WORD; at++)
+                for (int v = 0; v < cols; v++) get_words(from + v * RUN * 4, words[v]);
 #pragma GCC unroll 8
-                for (int v = 0; v < cols; v++) {
-                    const long lane = group + v * RUN;
-                    const run weights = weights_of(kind, words[v], at, panel->scales + lane, panel->zeros + lane);
+                for (int at = 0; at < WORD; at++) {
+                    LEFT_IN_MEMORY(shared);
 #pragma GCC unroll 8
-                    for (int r = 0; r < rows; r++)
-                        sum[r][v] = times(x + r * stride + (k + at) * DEPTH, weights, sum[r][v]);
+                    for (int v = 0; v < cols; v++) {
+                        const run weights = weights_of(kind, words[v], at, &shared[v]);
+#pragma GCC unroll 8
+                        for (int r = 0; r < rows; r++)
+                            sum[r][v] = times(x + r * stride + (word + at) * DEPTH, weights, sum[r][v]);
+                    }
                 }
+            }
         }
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < cols; v++) put_float(sums + r * WIDE + (c + v) * LANES, sum[r][v]);
@@ -106,17 +137,16 @@ INLINE void multiply_rows4(const int rows, const int kind, const input *x, long 
 }
 
 /* The plain strip of `steps` from step `start` of a panel on. */
-INLINE void widen4(const int kind, const Codes *panel, long start, long steps, elem *strip) {
+INLINE void widen4(const int kind, const Codes *panel, long start, long steps, made *strip) {
     for (long k = 0; k < steps; k += WORD) {
-        const long group = (start + k) / panel->per_group * STEP;
         const char *words = panel->words + (start + k) / WORD * WORD_BYTES;
         for (int v = 0; v < VECS; v++) {
             uvec word[DEPTH];
             get_words(words + v * RUN * 4, word);
+            const Shared shared = shared_by(kind, panel, start + k, v);
 #pragma GCC unroll 8
             for (int at = 0; at < WORD; at++)
-                put_weights(strip + (k + at) * STEP + v * RUN,
-                            weights_of(kind, word, at, panel->scales + group + v * RUN, panel->zeros + group + v * RUN));
+                put_made(strip + (k + at) * STEP + v * RUN, weights_of(kind, word, at, &shared));
         }
     }
 }

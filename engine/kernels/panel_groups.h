@@ -7,7 +7,7 @@
  * what is left are the roundings of two sums, not 0.
  *
  * Packed: for as many steps of a panel as codes fit into 16 bits, [VECS] vectors of such words, [outputs][2], a code of each
- * step in each word, that of the first in the lowest bits. Scales and zeros [groups][WIDE]; those of e4m3 times E4M3_UNIT.
+ * step in each word, that of the first in the lowest bits. Scales and zeros as in panel_scales.h.
  * The sum of a group ends at each multiple of PIECE steps, too: rows share what is looked up of so many.
  */
 
@@ -85,8 +85,8 @@ INLINE void multiply_group(const int rows, const int cols, const int eight, cons
             elem *strip = piece->strip + (k + at) * STEP + first * RUN;
             run weights[VECS]; /* before the rows, so that each input is spread over a register once */
             for (int v = 0; v < cols; v++) {
-                weights[v] = source == KEPT ? get_weights(strip + v * RUN) : halves(eight, words[v], at, piece->numbers);
-                if (source == KEEP) put_weights(strip + v * RUN, weights[v]);
+                weights[v] = source == KEPT ? get_made(strip + v * RUN) : halves(eight, words[v], at, piece->numbers);
+                if (source == KEEP) put_made(strip + v * RUN, weights[v]);
             }
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++)
@@ -118,15 +118,15 @@ INLINE void multiply_columns(const int rows, const int cols, const int eight, co
             const long lane = k / group * WIDE + first * LANES;
             /* Told, not left to the compiler: a row's bits must not depend on the rows that it is taken with. */
             for (int v = 0; v < cols && panel->zeros; v++) {
-                const __m512 zeros = _mm512_loadu_ps(panel->zeros + lane + v * LANES);
+                const __m512 zeros = (__m512)widened_lanes(panel->zeros + lane + v * LANES);
                 for (int r = 0; r < rows; r++)
                     part[r][v] = (vec)_mm512_fnmadd_ps(_mm512_set1_ps(inputs[r][g]), zeros, (__m512)part[r][v]);
             }
-            for (int v = 0; v < cols; v++) {
-                const __m512 scales = _mm512_loadu_ps(panel->scales + lane + v * LANES);
+            vec scales[VECS];
+            get_scales(panel->scales, panel->held, lane, cols, scales);
+            for (int v = 0; v < cols; v++)
                 for (int r = 0; r < rows; r++)
-                    whole[r][v] = (vec)_mm512_fmadd_ps((__m512)part[r][v], scales, (__m512)whole[r][v]);
-            }
+                    whole[r][v] = (vec)_mm512_fmadd_ps((__m512)part[r][v], (__m512)scales[v], (__m512)whole[r][v]);
         }
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < cols; v++) put_float(sums + r * WIDE + (first + v) * LANES, whole[r][v]);

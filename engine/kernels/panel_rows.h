@@ -53,15 +53,25 @@ INLINE run widened(const int8_t *from) {
 #endif
 }
 
-INLINE void put_weights(elem *to, run weights) {
+/* Weights that are made plain are kept as they are multiplied: widened, where all are. */
 #if WIDENS
-    *(half_vec *)to = __builtin_convertvector((uvec)weights >> 16, half_vec);
-#elif DEPTH == 2
+typedef float made;
+INLINE run get_made(const made *from) { return get_float(from); }
+INLINE void put_made(made *to, run weights) { put_float(to, weights); }
+#else
+typedef elem made;
+INLINE run get_made(const made *from) { return get_weights(from); }
+INLINE void put_made(made *to, run weights) {
+#if DEPTH == 2
     _mm512_storeu_si512(to, weights);
 #else
     put(to, weights);
 #endif
 }
+#endif
+
+/* What a strip holds: weights as they were packed, in int8, or made plain. */
+enum { PACKED, INT8, MADE };
 
 /* Vectors of outputs for which as many rows have their sums in registers at once. */
 INLINE int columns(const int rows) {
@@ -70,11 +80,11 @@ INLINE int columns(const int rows) {
     return fit < VECS ? fit : VECS;
 }
 
-/* sums [rows][WIDE] (from 0 if `fresh`) += x [rows][stride] times `steps` of a panel, whose weights are in int8 if `eight`.
+/* sums [rows][WIDE] (from 0 if `fresh`) += x [rows][stride] times `steps` of a panel, which holds weights as `held` says.
  * kept: where they are put as they are multiplied; 0 = nowhere.
  * `ahead` bytes of what is wanted after this are fetched at each step; behind the last panel that is beyond the weights,
  * where a fetch does nothing. */
-INLINE void multiply_rows(const int rows, const int eight, const input *x, long stride, const void *strip, elem *kept,
+INLINE void multiply_rows(const int rows, const int held, const input *x, long stride, const void *strip, made *kept,
                           long steps, int fresh, float *sums, const char *next, long ahead) {
     const int cols = columns(rows);
     for (int c = 0; c < VECS; c += cols) {
@@ -88,9 +98,10 @@ INLINE void multiply_rows(const int rows, const int eight, const input *x, long 
                 for (long byte = 0; byte < ahead; byte += LINE) __builtin_prefetch(next + k * ahead + byte, 0, 2);
             run weights[VECS]; /* before the rows, so that each input is spread over a register once */
             for (int v = 0; v < cols; v++)
-                weights[v] = eight ? widened((const int8_t *)strip + at + v * RUN)
-                                   : get_weights((const elem *)strip + at + v * RUN);
-            for (int v = 0; v < cols && kept; v++) put_weights(kept + at + v * RUN, weights[v]);
+                weights[v] = held == INT8   ? widened((const int8_t *)strip + at + v * RUN)
+                             : held == MADE ? get_made((const made *)strip + at + v * RUN)
+                                            : get_weights((const elem *)strip + at + v * RUN);
+            for (int v = 0; v < cols && kept; v++) put_made(kept + at + v * RUN, weights[v]);
             for (int r = 0; r < rows; r++)
                 for (int v = 0; v < cols; v++) sum[r][v] = times(x + r * stride + k * DEPTH, weights[v], sum[r][v]);
         }
@@ -119,7 +130,7 @@ INLINE const input *rows_as_input(const int rows, const elem *x, long *stride, l
 
 /* The same for all rows of a band, a pass at a time: the first keeps weights for the others, unless `kept` is 0. Of `next`,
  * `bytes` a step are fetched, shared out among the first passes. */
-INLINE void multiply_strip(const int eight, const elem *x, long stride, long rows, const void *strip, elem *kept, long steps,
+INLINE void multiply_strip(const int held, const elem *x, long stride, long rows, const void *strip, made *kept, long steps,
                            int fresh, float *sums, const char *next, long bytes) {
     const long lines = bytes / LINE, passes = (rows + MAX_ROWS - 1) / MAX_ROWS;
     const long share = passes ? (lines + passes - 1) / passes * LINE : 0; /* bytes a step of each pass */
@@ -133,12 +144,12 @@ INLINE void multiply_strip(const int eight, const elem *x, long stride, long row
         const char *wanted = next + fetched * steps;
         BY_ROWS(rows - r, size, {
             const input *from = rows_as_input(ROWS, x + r * stride, &apart, steps, room);
-            if (eight && kept && r)
-                multiply_rows(ROWS, 0, from, apart, kept, 0, steps, fresh, to, wanted, ahead);
-            else if (eight && kept)
-                multiply_rows(ROWS, eight, from, apart, strip, kept, steps, fresh, to, wanted, ahead);
+            if (held == INT8 && kept && r)
+                multiply_rows(ROWS, MADE, from, apart, kept, 0, steps, fresh, to, wanted, ahead);
+            else if (held == INT8 && kept)
+                multiply_rows(ROWS, held, from, apart, strip, kept, steps, fresh, to, wanted, ahead);
             else
-                multiply_rows(ROWS, eight, from, apart, strip, 0, steps, fresh, to, wanted, ahead);
+                multiply_rows(ROWS, held, from, apart, strip, 0, steps, fresh, to, wanted, ahead);
         })
         fetched += ahead;
     }

@@ -37,6 +37,7 @@ static void finish(const float *sums, const float *scales, const elem *bias, ele
 
 #include "panel_rows.h"
 #include "panel_tiles.h"
+#include "panel_scales.h"
 #include "panel_fours.h"
 #include "panel_eights.h"
 #include "panel_groups.h"

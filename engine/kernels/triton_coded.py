@@ -6,46 +6,53 @@ So few rows cost what reading codes costs. No GPU has run these: they are shown 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from typing_extensions import override
 
-from engine.kernels.base import E4M3
+from engine.kernels.base import E4M3, FourBits
 from engine.kernels.triton_launch import ceil_div, kept
 from engine.kernels.triton_linear import NARROW, TILE_INS, TILE_ROWS, put_tile
 from parallel.linear import LinearMethod
 
 
 class TritonFourBitLinear(LinearMethod):
-    """Codes that groups of inputs scale; see `Kernels.four_bit_linear`. All stay the layer's own."""
+    """Codes that groups of inputs scale. All of `weight` stays the layer's own."""
 
-    def __init__(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> None:
-        self.codes, self.scale, self.zero = codes, scale, zero
+    def __init__(self, weight: FourBits) -> None:
+        self.weight = weight
 
     @staticmethod
-    def supports(codes: Tensor, scale: Tensor) -> bool:
+    def supports(weight: FourBits) -> bool:
         """Whether the kernel multiplies by such a weight: both inputs of a byte are of one group."""
-        return codes.is_contiguous() and codes.shape[1] % scale.shape[1] == 0
+        return weight.codes.is_contiguous() and weight.codes.shape[1] % weight.scale.shape[1] == 0
 
     @override
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         x = x if x.stride(1) == 1 else x.contiguous()
-        rows, (outs, pairs) = len(x), self.codes.shape
+        weight, rows, (outs, pairs) = self.weight, len(x), self.weight.codes.shape
+        scale, groups = as_bits(weight.scale), weight.scale.shape[1]
         out = x.new_empty(rows, outs)
         tile = 16 if outs <= NARROW else 32
         if rows:
             _multiply_codes[(ceil_div(rows, TILE_ROWS), ceil_div(outs, tile))](
-                x, self.codes, self.scale, self.zero, bias, out, rows, outs, pairs, x.stride(0), self.scale.shape[1],
-                PER_GROUP=pairs // self.scale.shape[1], ROWS=TILE_ROWS, OUTS=tile, PAIRS=TILE_INS // x.itemsize,
+                x, weight.codes, scale, weight.zero, weight.whole, bias, out, rows, outs, pairs, x.stride(0), groups,
+                PER_GROUP=pairs // groups, ROWS=TILE_ROWS, OUTS=tile, PAIRS=TILE_INS // x.itemsize,
                 BIAS=bias is not None, num_warps=4, num_stages=4,
             )  # fmt: skip
         return out
 
     @override
     def describe(self) -> str:
-        kind = "E2M1 " if self.zero is None else ""
-        return f"{kind}TritonFourBitLinear {len(self.codes)}x{2 * self.codes.shape[1]} by {self.scale.shape[1]}"
+        kind = "E2M1 " if self.weight.zero is None else ""
+        return f"{kind}TritonFourBitLinear {'x'.join(map(str, self.weight.shape))} by {self.weight.scale.shape[1]}"
+
+
+def as_bits(scale: Tensor) -> Tensor:
+    """Return scales as kernels take them: those in e4m3 as their bytes, which not every GPU widens by itself."""
+    return scale.view(torch.uint8) if scale.dtype is E4M3 else scale
 
 
 class TritonFp8Linear(LinearMethod):
@@ -107,9 +114,13 @@ def of_groups(
 
 
 @triton.jit
-def in_fp32(scale: tl.tensor) -> tl.tensor:
-    """Return scales in fp32; in uint8 they are exponents: `scales_in_fp32` of `engine.kernels.base`."""
-    if scale.dtype == tl.uint8:
+def in_fp32(scale: tl.tensor, E4M3: tl.constexpr) -> tl.tensor:
+    """Return scales in fp32; in uint8 they are exponents, or bytes of e4m3: `FourBits.scale_in_fp32`."""
+    if E4M3:
+        # Read as those of float16, they have another unit.
+        bits = (scale & 0x80).to(tl.int16) << 8 | (scale & 0x7F).to(tl.int16) << 7
+        wide = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256
+    elif scale.dtype == tl.uint8:
         bits = tl.where(scale == 0, 0x400000, scale.to(tl.int32) << 23)  # 2^-127 is below the normal numbers
         wide = bits.to(tl.float32, bitcast=True)
     else:
@@ -123,6 +134,7 @@ def multiply_codes(
     codes_ptr: tl.tensor,  # [all outputs, pairs], the first of two inputs in the lower bits
     scale_ptr: tl.tensor,  # [all outputs, groups]
     zero_ptr: tl.tensor,  # [all outputs, groups], None where codes are numbers of E2M1
+    whole_ptr: tl.tensor,  # [all outputs], None unless scales are of e4m3
     out: tl.tensor,  # [1, OUTS], which outputs
     has_row: tl.tensor,
     has_out: tl.tensor,
@@ -141,7 +153,8 @@ def multiply_codes(
         at = start + step
         there = has_out & (at[:, None] < pairs)
         codes = tl.load(codes_row + at[:, None], mask=there, other=0)
-        scale = in_fp32(of_groups(scale_ptr + group_row, start, at, has_out, there, PER_GROUP, PAIRS))
+        scales = of_groups(scale_ptr + group_row, start, at, has_out, there, PER_GROUP, PAIRS)
+        scale = in_fp32(scales, whole_ptr is not None)
         if zero_ptr is None:
             first, second = e2m1(codes & 15) * scale, e2m1(codes >> 4) * scale
         else:
@@ -153,6 +166,8 @@ def multiply_codes(
         odd = tl.load(x_row + 2 * at[None, :] + 1, mask=has_x, other=0.0)
         total = tl.dot(even, first.to(even.dtype), total, input_precision="ieee")
         total = tl.dot(odd, second.to(odd.dtype), total, input_precision="ieee")
+    if whole_ptr is not None:
+        total *= tl.load(whole_ptr + out, mask=has_out, other=0.0)
     return total
 
 
@@ -163,6 +178,7 @@ def _multiply_codes(
     codes_ptr: tl.tensor,  # of multiply_codes
     scale_ptr: tl.tensor,
     zero_ptr: tl.tensor,
+    whole_ptr: tl.tensor,
     bias_ptr: tl.tensor,  # [outs]
     out_ptr: tl.tensor,  # [rows, outs], written
     rows: tl.tensor,
@@ -180,8 +196,8 @@ def _multiply_codes(
     out = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
     x_row = x_ptr + row[:, None].to(tl.int64) * x_stride
     total = multiply_codes(
-        x_row, codes_ptr, scale_ptr, zero_ptr, out[None, :], row[:, None] < rows, out[None, :] < outs, pairs, groups,
-        PER_GROUP, ROWS, OUTS, PAIRS,
+        x_row, codes_ptr, scale_ptr, zero_ptr, whole_ptr, out[None, :], row[:, None] < rows, out[None, :] < outs,
+        pairs, groups, PER_GROUP, ROWS, OUTS, PAIRS,
     )  # fmt: skip
     put_tile(total, bias_ptr, out_ptr, row, out, rows, outs, BIAS)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from engine.kernels.base import GroupedProduct
-from engine.kernels.triton_coded import multiply_codes, of_groups
+from engine.kernels.triton_coded import as_bits, multiply_codes, of_groups
 from engine.kernels.triton_launch import ceil_div, kept, next_power_of_2
 from engine.kernels.triton_linear import DTYPES, NARROW, Tiling, put_tile
 from parallel.linear import ParallelLinear
@@ -29,7 +29,7 @@ class TritonGroupedProduct(GroupedProduct):
     """Weights of experts, alike in shape and dtype, in one tensor, [experts, out, in]; the layers keep views of it.
 
     They may be plain; in int8 or e4m3, with a scale for each output or, e4m3 alone, each block; or in four bits (see
-    `Kernels.four_bit_linear`). They are widened on the way to the matrix units: rows stay as they are.
+    `FourBits`). They are widened on the way to the matrix units: rows stay as they are.
     """
 
     def __init__(self, layers: Sequence[ParallelLinear]) -> None:
@@ -40,6 +40,8 @@ class TritonGroupedProduct(GroupedProduct):
         self._scale = _stack([layer.weight_scale for layer in layers]) if quantised else None
         zeros = self._coded and hasattr(first, "weight_zero")
         self._zero = _stack([layer.weight_zero for layer in layers]) if zeros else None
+        whole = self._coded and hasattr(first, "weight_global_scale")
+        self._whole = _stack([layer.weight_global_scale for layer in layers]) if whole else None
         biases = [layer.bias for layer in layers if layer.bias is not None]
         self._bias = _stack(biases) if biases else None
         self._fixed = False
@@ -67,7 +69,7 @@ class TritonGroupedProduct(GroupedProduct):
         if self._coded and self._scale is not None:
             groups = self._scale.shape[2]
             _multiply_grouped_codes[grid](
-                *(x, self._weight, self._scale, self._zero, bias, ends, out, *sizes, groups),
+                *(x, self._weight, as_bits(self._scale), self._zero, self._whole, bias, ends, out, *sizes, groups),
                 PER_GROUP=width // groups, PAIRS=tiling.ins // 2, **tile, **run,
             )  # fmt: skip
             return out
@@ -179,8 +181,9 @@ def _multiply_grouped(
 def _multiply_grouped_codes(
     x_ptr: tl.tensor,  # [rows, 2 * pairs], rows strided
     codes_ptr: tl.tensor,  # [experts, outs, pairs]
-    scale_ptr: tl.tensor,  # [experts, outs, groups] fp32
+    scale_ptr: tl.tensor,  # [experts, outs, groups]
     zero_ptr: tl.tensor,  # likewise, uint8; None where codes are numbers of E2M1
+    whole_ptr: tl.tensor,  # [experts, outs], None unless scales are of e4m3
     bias_ptr: tl.tensor,  # [experts, outs]
     ends_ptr: tl.tensor,  # of own_rows
     out_ptr: tl.tensor,  # [rows, outs], written
@@ -203,7 +206,7 @@ def _multiply_grouped_codes(
     row = first + tl.arange(0, ROWS)
     out = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
     total = multiply_codes(
-        x_ptr + row[:, None].to(tl.int64) * x_stride, codes_ptr, scale_ptr, zero_ptr,
+        x_ptr + row[:, None].to(tl.int64) * x_stride, codes_ptr, scale_ptr, zero_ptr, whole_ptr,
         expert * outs + out[None, :], row[:, None] < beyond, out[None, :] < outs, pairs, groups,
         PER_GROUP, ROWS, OUTS, PAIRS,
     )  # fmt: skip

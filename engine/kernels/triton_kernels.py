@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from engine.kernels import triton_recurrent
-from engine.kernels.base import GroupedProduct, TorchKernels
+from engine.kernels.base import FourBits, GroupedProduct, TorchKernels
 from engine.kernels.recurrent import StateRows
 from engine.kernels.triton_coded import TritonFourBitLinear, TritonFp8Linear
 from engine.kernels.triton_experts import TritonGroupedProduct
@@ -45,8 +45,8 @@ class TritonKernels(TorchKernels):
         return TritonInt8Linear(weight, scale)
 
     @override
-    def four_bit_linear(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> LinearMethod | None:
-        return TritonFourBitLinear(codes, scale, zero) if TritonFourBitLinear.supports(codes, scale) else None
+    def four_bit_linear(self, weight: FourBits) -> LinearMethod | None:
+        return TritonFourBitLinear(weight) if TritonFourBitLinear.supports(weight) else None
 
     @override
     def fp8_linear(self, weight: Tensor, scale: Tensor) -> LinearMethod | None:

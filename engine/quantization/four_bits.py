@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from engine.config import LEAST_GROUP
 from engine.errors import CheckpointError, ConfigError
-from engine.kernels.base import Kernels
+from engine.kernels.base import FourBits, Kernels
 from engine.quantization.awq import Awq
 from engine.quantization.gptq import Gptq
 from engine.quantization.layout import MIDDLE, Layout, dequantised
@@ -48,25 +48,29 @@ def plain_four_bits(spec: QuantizationSpec, outs: int, ins: int, dtype: torch.dt
     if (reason := layout.why_not(outs, ins)) is not None:
         raise CheckpointError(f"{FIELD}: a weight [{outs}, {ins}] cannot be stored so: {reason}")
     codes, scales, zeros = layout.codes(outs, ins), layout.scales(outs, ins), layout.zeros(outs, ins)
+    whole = layout.whole(outs)
 
     def make(read: Mapping[str, Tensor]) -> Tensor:
         zero = None if layout.floats else zeros.make(read)
-        plain = dequantised(codes.make(read), scales.make(read), zero, dtype)
+        of_all = whole.make(read) if layout.has_whole else None
+        plain = dequantised(FourBits(codes.make(read), scales.make(read), zero, of_all), dtype)
         if not layout.reordered:
             return plain
         made = torch.empty_like(plain)
         made[:, layout.order(ins).make(read)[0]] = plain
         return made
 
-    return Recipe({**codes.tensors, **scales.tensors, **zeros.tensors}, make, codes.spare)
+    tensors = {**codes.tensors, **scales.tensors, **zeros.tensors, **whole.tensors}
+    return Recipe(tensors, make, codes.spare)
 
 
 class FourBitLinear(QuantizedLinear):
     """weight [out, in / 2] of two codes each, weight_scale and weight_zero [out, groups], as `layout` tells.
 
-    There is no `weight_zero` where codes are numbers of E2M1. Where groups are not of adjacent inputs there is
-    `input_order`, too, [parts, in]: codes are in that order. Multiplies on any device, by a weight that is made plain
-    for each product; `use_kernels` puts a product that reads codes in its place.
+    There is no `weight_zero` where codes are numbers of E2M1, and a `weight_global_scale` [out] where all of a tensor
+    have one scale besides. Where groups are not of adjacent inputs there is `input_order`, too, [parts, in]: codes
+    are in that order. Multiplies on any device, by a weight that is made plain for each product; `use_kernels` puts
+    a product that reads codes in its place.
     """
 
     numbers = 2
@@ -121,6 +125,9 @@ class FourBitLinear(QuantizedLinear):
         layer.weight_scale = parameter(self._layout.scale_dtype, self._group)
         if not self._layout.floats:
             layer.weight_zero = parameter(torch.uint8, self._group)
+        if self._layout.has_whole:
+            axis, pieces = (0, plain.pieces) if plain.axis == 0 else (None, ())
+            layer.weight_global_scale = ShardedParameter.of((self._outs,), torch.float32, plain.device, axis, pieces)
         if self._layout.reordered:
             self.in_parameters = False
             keys = [piece.key for piece in plain.pieces] if plain.axis == 0 else [""]
@@ -137,13 +144,15 @@ class FourBitLinear(QuantizedLinear):
             return layout.codes(outs, 2 * shape[1])
         if parameter == "input_order":
             return layout.order(shape[1])
+        if parameter == "weight_global_scale":
+            return layout.whole(outs)
         if parameter not in ("weight_scale", "weight_zero"):
             return None
         ins = shape[1] * self._group
         recipe = layout.scales(outs, ins) if parameter == "weight_scale" else layout.zeros(outs, ins)
         # A rank may hold a part of a group.
         times = layout.group // self._group
-        return Recipe(recipe.tensors, lambda read: recipe.make(read).repeat_interleave(times, 1), recipe.spare)
+        return Recipe(recipe.tensors, lambda read: _repeated(recipe.make(read), times), recipe.spare)
 
     @override
     def load(self, layer: ParallelLinear) -> None:
@@ -155,16 +164,16 @@ class FourBitLinear(QuantizedLinear):
             )
 
     def _hold(self, layer: ParallelLinear) -> None:
-        self._codes, self._scale = layer.weight, layer.weight_scale
-        self._zero = None if self._layout.floats else layer.weight_zero
+        zero = None if self._layout.floats else layer.weight_zero
+        whole = layer.weight_global_scale if self._layout.has_whole else None
+        self._weight = FourBits(layer.weight, layer.weight_scale, zero, whole)
         self._product = WidenedProduct(self._outs, self._ins)
 
     @override
     def use_kernels(self, layer: ParallelLinear, kernels: Kernels, pack: Pack) -> None:
-        codes, scale, zero = layer.weight, layer.weight_scale, self._zero
-        faster = kernels.four_bit_linear(codes, scale, zero)
-        if faster is None and zero is not None and TorchInt4Linear.supports(codes, scale, self._dtype):
-            faster = TorchInt4Linear(codes, scale, zero)
+        faster = kernels.four_bit_linear(self._weight)
+        if faster is None and TorchInt4Linear.supports(self._weight, self._dtype):
+            faster = TorchInt4Linear(self._weight)
         if faster is None:
             self._product = WidenedProduct(self._outs, self._ins, pack)
             return
@@ -172,19 +181,26 @@ class FourBitLinear(QuantizedLinear):
         ordered = faster if self._order is None else ReorderedLinear(faster, self._order[0].clone())
         layer.method = ordered if on_cpu else FewRowsLinear(ordered, self)
         if on_cpu:
-            layer.release_weight(scale, *(() if zero is None else (layer.weight_zero,)))
+            scales = ("weight_scale", "weight_zero", "weight_global_scale")
+            layer.release_weight(*(one for name, one in layer.named_parameters(recurse=False) if name in scales))
 
     @override
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self._order is not None:
             x = x.index_select(1, self._order[0])
-        return self._product.apply(x, bias, widened_codes(self._codes, self._scale, self._zero, x.dtype))
+        return self._product.apply(x, bias, widened_codes(self._weight, x.dtype))
 
     @override
     def describe(self) -> str:
         order = "reordered " if self._order is not None else ""
         kind = "E2M1 " if self._layout.floats else ""
         return f"{order}{kind}FourBitLinear {self._outs}x{self._ins} by {self._group}"
+
+
+def _repeated(of_groups: Tensor, times: int) -> Tensor:
+    """Return each column so many times. Torch copies some numbers of eight bits as bytes alone."""
+    numbers = of_groups.view(torch.uint8) if of_groups.itemsize == 1 else of_groups
+    return numbers.repeat_interleave(times, 1).view(of_groups.dtype)
 
 
 class TorchInt4Linear(LinearMethod):
@@ -194,10 +210,13 @@ class TorchInt4Linear(LinearMethod):
     product, too, which takes longer for one row than making the weight plain.
     """
 
-    def __init__(self, codes: Tensor, scale: Tensor, zero: Tensor) -> None:
+    def __init__(self, weight: FourBits) -> None:
+        if weight.zero is None:
+            raise ValueError("torch multiplies by whole numbers alone")
+        codes, scale, zero = weight.codes, weight.scale, weight.zero
         self._outs = len(codes)
-        self._group = _taken_group(2 * codes.shape[1] // scale.shape[1])
-        times = 2 * codes.shape[1] // scale.shape[1] // self._group
+        self._group = _taken_group(weight.group)
+        times = weight.group // self._group
         # Whole numbers are wanted in int32, eight times as large, so some rows are packed at a time.
         rows = (torch.stack((part & 0xF, part >> 4), -1).flatten(1).int() for part in codes.split(PACKED_ROWS))
         self._packed = torch.cat([torch.ops.aten._convert_weight_to_int4pack_for_cpu(part, 1) for part in rows])
@@ -207,12 +226,12 @@ class TorchInt4Linear(LinearMethod):
         self._scales = both.transpose(0, 1).to(torch.bfloat16).contiguous()
 
     @staticmethod
-    def supports(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> bool:
+    def supports(weight: FourBits, dtype: torch.dtype) -> bool:
         """Whether torch multiplies by such a weight, and fast, on this machine."""
-        group = 2 * codes.shape[1] // scale.shape[1]
-        fast = codes.device.type == "cpu" and torch.backends.cpu.get_cpu_capability().startswith("AVX")
-        there = hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
-        return fast and there and dtype is torch.bfloat16 and not len(codes) % 16 and _taken_group(group) > 0
+        outs, whole_numbers = weight.shape[0], weight.zero is not None
+        fast = weight.codes.device.type == "cpu" and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+        there = whole_numbers and hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
+        return fast and there and dtype is torch.bfloat16 and not outs % 16 and _taken_group(weight.group) > 0
 
     @override
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,12 +1,4 @@
-"""How checkpoints hold weights in four bits by groups, and the one form that they are brought into.
-
-That form, of a weight [out, in] whose groups of adjacent inputs share a scale: w = (code - zero) * scale, or, where
-codes are numbers of E2M1 (sign, two bits of exponent, one of mantissa) and there are no zeros, E2M1[code] * scale.
-
-    codes  [out, in / 2] uint8, two codes of 0 to 15 in each, that of the even input in the low half
-    scale  [out, groups] float32, or uint8 where all are powers of two: exponents, counted from -127
-    zero   [out, groups] uint8, 0 to 16
-"""
+"""How checkpoints hold weights in four bits by groups, and how the one form is made of each: `FourBits`."""
 
 from __future__ import annotations
 
@@ -17,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from engine.kernels.base import scales_in_fp32
+from engine.kernels.base import FourBits
 from parallel.parameter import Recipe, StoredTensor
 
 PER_WORD = 8  # codes of 4 bits in an int32
@@ -34,11 +26,13 @@ class Layout(ABC):
     group: inputs that share a scale. reordered: whether these are not adjacent; then codes, scales and zeros are
     those of the inputs in the order that `order` returns. outputs_in_words: whether eight outputs lie in one int32.
     floats: whether codes are numbers of E2M1, and there are no zeros. scale_dtype: what scales are held in.
+    has_whole: whether a tensor has one scale besides.
     """
 
     outputs_in_words: ClassVar[bool] = False
     floats: ClassVar[bool] = False
     scale_dtype: ClassVar[torch.dtype] = torch.float32
+    has_whole: ClassVar[bool] = False
 
     def __init__(self, group: int, *, reordered: bool = False) -> None:
         self.group = group
@@ -65,6 +59,10 @@ class Layout(ABC):
     def zeros(self, outs: int, ins: int) -> Recipe:
         """Return how the zeros are made: [outs, groups]. All are 8, unless a layout says otherwise."""
         return Recipe({}, lambda _: torch.full((outs, ins // self.group), MIDDLE, dtype=torch.uint8))
+
+    def whole(self, outs: int) -> Recipe:
+        """Return how the scale of a whole tensor is made, for each output: [outs]."""
+        return Recipe({}, lambda _: torch.ones(outs))
 
     def order(self, ins: int) -> Recipe:
         """Return how the order of the inputs is made: [1, ins] int64."""
@@ -119,9 +117,11 @@ def from_e2m1(codes: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def dequantised(codes: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the plain weight [out, in] of the form above, each rounded once from fp32. zero: None for E2M1."""
-    outs, groups = scale.shape
-    both = torch.stack((codes & 0xF, codes >> 4), dim=-1).view(outs, groups, -1)
+def dequantised(weight: FourBits, dtype: torch.dtype) -> Tensor:
+    """Return the plain weight [out, in], each rounded once from fp32."""
+    outs, groups = weight.scale.shape
+    both = torch.stack((weight.codes & 0xF, weight.codes >> 4), dim=-1).view(outs, groups, -1)
+    zero = weight.zero
     plain = from_e2m1(both) if zero is None else both.to(torch.float32).sub_(zero.unsqueeze(-1))
-    return plain.mul_(scales_in_fp32(scale).unsqueeze(-1)).view(outs, -1).to(dtype)
+    plain = plain.mul_(weight.scale_in_fp32().unsqueeze(-1)).view(outs, -1)
+    return (plain if weight.whole is None else plain.mul_(weight.whole[:, None])).to(dtype)

@@ -25,6 +25,8 @@ class Nvfp4(Layout):
     """modelopt: whether tensors are those of modelopt."""
 
     floats: ClassVar[bool] = True
+    scale_dtype: ClassVar[torch.dtype] = E4M3
+    has_whole: ClassVar[bool] = True
 
     def __init__(self, *, modelopt: bool) -> None:
         super().__init__(GROUP)
@@ -41,9 +43,17 @@ class Nvfp4(Layout):
         tensors = read_as("weight_scale", (outs, ins // GROUP), (E4M3,))
 
         def make(read: Tensors) -> Tensor:
-            scale, whole = checked(read["weight_scale"], "weight_scale"), checked(read[self._whole], self._whole)
+            checked(read["weight_scale"], "weight_scale")
+            return read["weight_scale"]
+
+        return Recipe(tensors, make)
+
+    @override
+    def whole(self, outs: int) -> Recipe:
+        def make(read: Tensors) -> Tensor:
+            whole = checked(read[self._whole], self._whole)
             if whole.numel() != 1 or not bool(whole > 0):
                 raise ValueError(f"{self._whole} is no positive number")
-            return scale * whole if self._modelopt else scale / whole
+            return (whole if self._modelopt else whole.reciprocal()).flatten().expand(outs)
 
-        return Recipe(tensors | read_as(self._whole, None, (torch.float32,)), make)
+        return Recipe(read_as(self._whole, None, (torch.float32,)), make)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from engine.kernels.base import FEW_ROWS
+from engine.kernels.base import FEW_ROWS, FourBits
 from engine.quantization.layout import dequantised
 from engine.quantization.method import Pack
 from parallel.linear import LinearMethod, PlainLinear
@@ -99,12 +99,6 @@ class ReorderedLinear(LinearMethod):
         yield from self._inner.tensors()
 
 
-def widened_codes(
-    codes: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype
-) -> Callable[[int, int], Tensor]:
-    """Return what makes rows of a weight in four bits plain; zero: None where codes are numbers of E2M1."""
-
-    def plain(first: int, last: int) -> Tensor:
-        return dequantised(codes[first:last], scale[first:last], None if zero is None else zero[first:last], dtype)
-
-    return plain
+def widened_codes(weight: FourBits, dtype: torch.dtype) -> Callable[[int, int], Tensor]:
+    """Return what makes rows of a weight in four bits plain."""
+    return lambda first, last: dequantised(weight.rows(first, last), dtype)

@@ -2,7 +2,7 @@
 
 A model of 12 of Qwen3-0.6B's layers and 32,768 tokens, plain and in each format. Each loads in a process of its own,
 whose memory is told by the system, less what it had with one layer of the same sizes loaded before. The head is
-packed beside the embedding that it is tied to, 64 MB more than the checkpoint; scales are held in fp32.
+packed beside the embedding that it is tied to, 64 MB more than the checkpoint.
 """
 
 from __future__ import annotations

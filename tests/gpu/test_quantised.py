@@ -90,19 +90,26 @@ def test_int8_products_are_those_of_the_weights_they_stand_for(shape, rows, dtyp
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 17, 64])
-@pytest.mark.parametrize("kind", ["int4", "mxfp4", pytest.param("fp8", marks=needs_fp8)])
+@pytest.mark.parametrize("kind", ["int4", "mxfp4", "nvfp4", pytest.param("fp8", marks=needs_fp8)])
 def test_coded_products_are_those_of_the_weights_they_stand_for(kind, rows, dtype):
+    from engine.kernels.base import FourBits
     from engine.kernels.triton_coded import TritonFourBitLinear, TritonFp8Linear
     from engine.quantization.layout import dequantised
 
-    outs, ins, group = 1536, 4096, 32 if kind == "mxfp4" else 128
+    outs, ins, group = 1536, 4096, {"mxfp4": 32, "nvfp4": 16}.get(kind, 128)
     if kind != "fp8":
         codes = torch.randint(0, 256, (outs, ins // 2), device="cuda", dtype=torch.uint8)
         scale = some(outs, ins // group, dtype=torch.float32, seed=1) / 16
-        zero = None if kind == "mxfp4" else torch.randint(0, 17, scale.shape, device="cuda", dtype=torch.uint8)
-        if kind == "mxfp4":
+        zero = whole = None
+        if kind == "int4":
+            zero = torch.randint(0, 17, scale.shape, device="cuda", dtype=torch.uint8)
+        elif kind == "mxfp4":
             scale = torch.randint(118, 126, scale.shape, device="cuda", dtype=torch.uint8)
-        method, plain = TritonFourBitLinear(codes, scale, zero), dequantised(codes, scale, zero, dtype)
+        else:
+            scale = (scale * 100).to(torch.float8_e4m3fn)
+            whole = some(outs, dtype=torch.float32, seed=4).abs() / 50
+        weight = FourBits(codes, scale, zero, whole)
+        method, plain = TritonFourBitLinear(weight), dequantised(weight, dtype)
     else:
         weight = (some(outs, ins, seed=1) * 40).to(torch.float8_e4m3fn)
         scale = some(outs // group, ins // group, dtype=torch.float32, seed=2) / 64

@@ -87,6 +87,7 @@ def test_a_row_has_the_same_bits_in_any_company(kernels):
 @pytest.mark.parametrize("kind", ["plain", "mxfp4"])
 def test_products_of_experts(rows, sizes, kind):
     """Qwen3-30B-A3B's: each row with its expert's weight, of 128, in one launch."""
+    from engine.kernels.base import FourBits
     from engine.kernels.triton_experts import TritonGroupedProduct
     from engine.quantization.layout import dequantised
     from parallel.group import SoloGroup
@@ -103,7 +104,7 @@ def test_products_of_experts(rows, sizes, kind):
             scale = torch.randint(118, 126, (outs, ins // 32), device="cuda", dtype=torch.uint8)
             layer.weight = torch.nn.Parameter(codes, requires_grad=False)
             layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
-            plain[number] = dequantised(codes, scale, None, torch.bfloat16).float()
+            plain[number] = dequantised(FourBits(codes, scale), torch.bfloat16).float()
     product = TritonGroupedProduct(layers)
     x = some(rows, ins, seed=200)
     numbers = (

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from engine.kernels import triton_experts
+from engine.kernels.base import FourBits
 from engine.kernels.triton_experts import TritonGroupedProduct, grouped_tiling
 from engine.kernels.triton_linear import Tiling
 from engine.layers.base import Build
@@ -24,7 +25,7 @@ from tests.interpreter import exact_halves
 from tests.long import examples
 from tests.triton_compiler import compiled
 
-KINDS = ["fp32", "bf16", "int8", "fp8", "int4", "mxfp4", "blocks"]
+KINDS = ["fp32", "bf16", "int8", "fp8", "int4", "mxfp4", "nvfp4", "blocks"]
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,7 @@ def coded(layer, kind, random, dtype):
     outs, ins = layer.weight.shape
     group = ins if kind == "blocks" and ins % 8 else 8
     scale = torch.rand(outs // (2 if kind == "blocks" else 1), ins // group, generator=random)
-    zero = None
+    zero = whole = None
     if kind == "blocks":
         weight = torch.randn(outs, ins, generator=random).to(torch.float8_e4m3fn)
         plain = weight.float() * scale.repeat_interleave(2, 0).repeat_interleave(group, 1)
@@ -47,8 +48,11 @@ def coded(layer, kind, random, dtype):
         if kind == "int4":
             zero = torch.randint(0, 17, scale.shape, generator=random).to(torch.uint8)
         scale = torch.randint(118, 126, scale.shape, generator=random).byte() if kind == "mxfp4" else scale / 8
-        plain = dequantised(weight, scale, zero, torch.float32)
-    for name, tensor in (("weight", weight), ("weight_scale", scale), ("weight_zero", zero)):
+        if kind == "nvfp4":
+            scale, whole = (scale * 8 + 1).to(torch.float8_e4m3fn), torch.rand(outs, generator=random) / 8
+        plain = dequantised(FourBits(weight, scale, zero, whole), torch.float32)
+    tensors = {"weight": weight, "weight_scale": scale, "weight_zero": zero, "weight_global_scale": whole}
+    for name, tensor in tensors.items():
         if tensor is not None:
             setattr(layer, name, torch.nn.Parameter(tensor, requires_grad=False))
     return plain.to(dtype)
@@ -71,7 +75,7 @@ def linears(count, ins, outs, kind, bias, seed=0):
             layer.weight = torch.nn.Parameter(method.quantised(weight, scale), requires_grad=False)
             layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
             weight = layer.weight.float().to(dtype).double() * scale[:, None]
-        elif kind in ("int4", "mxfp4", "blocks"):
+        elif kind in ("int4", "mxfp4", "nvfp4", "blocks"):
             weight = coded(layer, kind, random, dtype)
         layers.append(layer)
         weights.append(weight.double())

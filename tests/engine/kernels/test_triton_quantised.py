@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from engine.kernels import triton_linear as triton_quantised
-from engine.kernels.base import quantise_rows
+from engine.kernels.base import FourBits, quantise_rows
 from engine.kernels.triton_kernels import TritonKernels
 from engine.kernels.triton_linear import TritonInt8Linear, quantise_rows_in_one_pass
 from engine.quantization.int8 import Int8Linear
@@ -99,17 +101,20 @@ def test_few_rows_with_weights_of_four_bits(dtype, rows, outs, ins, group, kind)
     generator = torch.Generator().manual_seed(1)
     codes = torch.randint(0, 256, (outs, ins // 2), generator=generator).to(DEVICE, torch.uint8)
     scale = some(outs, ins // group, seed=2) / 16  # of either sign
-    zero = None
+    zero = whole = None
     if kind == "int4":
         zero = torch.randint(0, 17, scale.shape, generator=generator).to(DEVICE, torch.uint8)
     elif kind == "mxfp4":
         scale = torch.randint(118, 126, scale.shape, generator=generator).to(DEVICE, torch.uint8)
         scale[0] = 0  # the least there is, 2^-127
+    elif kind == "nvfp4":
+        scale, whole = (scale * 100).to(torch.float8_e4m3fn), some(outs, seed=4).abs() / 50
+    weight = FourBits(codes, scale, zero, whole)
     wide, bias = some(rows, ins + 3, dtype=dtype), some(outs, dtype=dtype, seed=3)
     x = wide[:, :ins]
-    method = TritonKernels().four_bit_linear(codes, scale, zero)
-    plain = dequantised(codes, scale, zero, dtype).double()
-    check(method, x, bias, plain)
+    method = TritonKernels().four_bit_linear(weight)
+    plain = dequantised(replace(weight, whole=None), dtype).double()  # E2M1 times e4m3 is exact
+    check(method, x, bias, plain if whole is None else plain * whole[:, None])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

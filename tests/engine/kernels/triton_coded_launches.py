@@ -2,6 +2,7 @@
 
 import torch
 
+from engine.kernels.base import E4M3, FourBits
 from engine.kernels.triton_coded import TritonFourBitLinear, TritonFp8Linear
 from tests.triton_compiler import instead_of_launching, show
 
@@ -11,9 +12,10 @@ OUTS, INS = 4096, 12288  # of Qwen3-8B: the way back of an MLP
 def four_bits(group: int, floats: bool = False) -> TritonFourBitLinear:
     groups = INS // group
     zero = None if floats else torch.full((OUTS, groups), 8, dtype=torch.uint8)
-    # Scales in groups of 32 are exponents, as MXFP4's.
-    scale = torch.ones(OUTS, groups, dtype=torch.uint8 if group == 32 else torch.float32)
-    return TritonFourBitLinear(torch.zeros(OUTS, INS // 2, dtype=torch.uint8), scale, zero)
+    # Scales in groups of 32 are exponents, as MXFP4's, in groups of 16 of e4m3, as NVFP4's.
+    scale = torch.ones(OUTS, groups, dtype={32: torch.uint8, 16: E4M3}.get(group, torch.float32))
+    whole = torch.ones(OUTS) if group == 16 else None
+    return TritonFourBitLinear(FourBits(torch.zeros(OUTS, INS // 2, dtype=torch.uint8), scale, zero, whole))
 
 
 def fp8(*blocks: int) -> TritonFp8Linear:

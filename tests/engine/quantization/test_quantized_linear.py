@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.kernels import compiler
-from engine.kernels.base import LARGEST_E4M3, TorchKernels, quantise_rows
+from engine.kernels.base import LARGEST_E4M3, FourBits, TorchKernels, quantise_rows
 from engine.kernels.native import native_library
 from engine.kernels.native_linear import NativeInt8Linear, NativeLinear
 from engine.kernels.onednn import PackedLinear
@@ -304,6 +304,7 @@ def test_small_weights_in_float16_keep_their_digits_and_nan_is_not_hidden() -> N
     quantised_int4(kept, 16)
     assert torch.equal(kept, small[:1].float()), "the weight itself was changed"
     codes, scales = quantised_int4(small, 16)
-    found = dequantised(codes, scales.float(), torch.full_like(scales, 8, dtype=torch.uint8), torch.float32)
+    zeros = torch.full_like(scales, 8, dtype=torch.uint8)
+    found = dequantised(FourBits(codes, scales.float(), zeros), torch.float32)
     assert torch.allclose(found[0], small[0].float(), rtol=0.07, atol=0)
     assert found[1].isnan().any()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.errors import CheckpointError, ConfigError
 from engine.kernels import compiler
-from engine.kernels.base import GroupedProduct, Kernels, TorchKernels
+from engine.kernels.base import FourBits, GroupedProduct, Kernels, TorchKernels
 from engine.kernels.native import native_library
 from engine.kernels.native_linear import NativeFourBitLinear, NativeFp8Linear, NativeLinear
 from engine.kernels.select import select_kernels
@@ -56,9 +56,7 @@ def filled(spec: QuantizationSpec, dtype: torch.dtype = torch.float32) -> tuple[
     layer.method = method_of(spec)
     layer.method.create(layer, "layer")
     generator = torch.Generator().manual_seed(1)
-    for parameter in (layer.weight, layer.weight_scale, getattr(layer, "weight_zero", None), layer.bias):
-        if parameter is None:
-            continue
+    for parameter in layer.parameters():
         if parameter is getattr(layer, "weight_zero", None):
             made = torch.randint(0, 17, parameter.shape, generator=generator).to(torch.uint8)
         elif parameter is layer.weight_scale and parameter.dtype is torch.uint8:
@@ -72,8 +70,8 @@ def filled(spec: QuantizationSpec, dtype: torch.dtype = torch.float32) -> tuple[
         parameter.load(TensorSource(made))
     layer.method.load(layer)
     if spec.weights in FOUR_BITS:
-        zero = getattr(layer, "weight_zero", None)
-        whole = dequantised(layer.weight, layer.weight_scale, zero, torch.float64)
+        zero, of_all = (getattr(layer, name, None) for name in ("weight_zero", "weight_global_scale"))
+        whole = dequantised(FourBits(layer.weight, layer.weight_scale, zero, of_all), torch.float64)
     else:
         scale = layer.weight_scale.view(len(layer.weight_scale), -1)
         rows, columns = OUTS // scale.shape[0], INS // scale.shape[1]
@@ -127,7 +125,7 @@ def assert_rounded_once(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor) ->
             (64, 96, 16, True),
             (72, 768, 96, False),
         ],
-        *[(200, 384, 32, None), (70, 96, 16, None)],  # of E2M1, by exponents or by numbers
+        *[(200, 384, 32, None), (70, 96, 16, None)],  # of E2M1, by exponents or by e4m3
     ],
 )
 def test_four_bits_multiply_as_the_weights_that_they_stand_for(monkeypatch, isa, dtype, outs, ins, group, zeros):
@@ -135,29 +133,39 @@ def test_four_bits_multiply_as_the_weights_that_they_stand_for(monkeypatch, isa,
     monkeypatch.setenv(compiler.ISA_VARIABLE, isa)
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 256, (outs, ins // 2), generator=generator).to(torch.uint8)
-    scale = torch.rand(outs, ins // group, generator=generator)
-    if zeros is None and group == 32:
-        scale = torch.randint(118, 128, scale.shape, generator=generator).to(torch.uint8)
+    scale, held, of_all = torch.rand(outs, ins // group, generator=generator), "float32", None
+    if zeros is False:
+        scale, held = scale.bfloat16().float(), "bfloat16"
+    elif zeros is None and group == 32:
+        scale, held = torch.randint(118, 128, scale.shape, generator=generator).to(torch.uint8), "uint8"
+    elif zeros is None:
+        scale, of_all = (scale * 400).to(torch.float8_e4m3fn), torch.rand(outs, generator=generator) / 400
+        held = "float8_e4m3fn"
+    elif group == 16:
+        scale, held = scale.half().float(), "float16"
     zero = None if zeros is None else torch.full((outs, ins // group), 8, dtype=torch.uint8)
     if zeros and zero is not None:
         zero = torch.randint(0, 17, zero.shape, generator=generator).to(torch.uint8)
     library, single = native_library(64, dtype), native_library(64, torch.float32)
     if library is None or single is None:
         pytest.skip("there is no compiler")
-    assert NativeFourBitLinear.supports(library, codes, scale)
-    method = NativeFourBitLinear(library, codes, scale, zero, dtype, threads=2)
-    by_group = library.lanes_of_scale(ins, library.may_multiply_by_tiles()) < library.packing_depth()
+    weight = FourBits(codes, scale, zero, of_all)
+    assert NativeFourBitLinear.supports(library, weight)
+    method = NativeFourBitLinear(library, weight, dtype, threads=2)
+    if held != "float16" or library.holds_halves():
+        assert method.describe().endswith(f", scales in {held}")
+    by_group = library.scales_sums(ins, library.may_multiply_by_tiles())
     widens = dtype is torch.bfloat16 and library.packing_depth() == 1
     as_plain, by = (torch.float32, single) if widens else (dtype, library)
-    plain = NativeLinear(by, dequantised(codes, scale, zero, as_plain), threads=2)
-    whole = dequantised(codes, scale, zero, torch.float64)
+    plain = NativeLinear(by, dequantised(weight, as_plain), threads=2)
+    whole = dequantised(weight, torch.float64)
     bias = normal(outs, dtype=dtype)
     x = normal(511, ins, dtype=dtype)  # of which a band has 258
     together = method.apply(x, bias)
     for rows in (1, 2, 5, 7, 13, 40, 300, 511):
         got = method.apply(x[:rows], bias)
         assert torch.equal(got, together[:rows])
-        if by_group:
+        if by_group or of_all is not None:  # sums, not weights, are multiplied by what all have in common
             assert_rounded_once(got, x[:rows], whole, bias)
         else:
             assert torch.equal(got, plain.apply(x[:rows].to(as_plain), bias.to(as_plain)).to(dtype))
@@ -172,20 +180,27 @@ def test_fp8_multiplies_as_the_weights_that_it_stands_for(monkeypatch, isa, dtyp
     Every number of e4m3 is among the weights.
     """
     monkeypatch.setenv(compiler.ISA_VARIABLE, isa)
-    library = native_library(64, dtype)
-    if library is None:
+    library, single = native_library(64, dtype), native_library(64, torch.float32)
+    if library is None or single is None:
         pytest.skip("there is no compiler")
     numbers = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8)
     generator = torch.Generator().manual_seed(0)
     codes = numbers[torch.randint(0, len(numbers), (outs * ins,), generator=generator)]
     codes[: len(numbers)] = numbers
     weight = codes.view(outs, ins).view(torch.float8_e4m3fn)
-    scale = torch.rand(outs, ins // group, generator=generator)
+    scale, held = torch.rand(outs, ins // group, generator=generator), "float32"
+    if group == 96:
+        scale, held = scale.bfloat16().float(), "bfloat16"
+    elif group == 32:
+        scale, held = torch.exp2(torch.randint(-9, 3, scale.shape, generator=generator).float()), "uint8"
     assert NativeFp8Linear.supports(library, weight, scale)
     method = NativeFp8Linear(library, weight, scale, dtype, threads=2)
+    assert method.describe().endswith(f", scales in {held}")
     whole = weight.double() * scale.double().repeat_interleave(group, 1)
-    plain = NativeLinear(library, (weight.float() * scale.repeat_interleave(group, 1)).to(dtype), threads=2)
-    by_group = library.lanes_of_scale(ins, library.may_multiply_by_tiles()) < library.packing_depth()
+    widens = dtype is torch.bfloat16 and library.packing_depth() == 1
+    as_plain, by = (torch.float32, single) if widens else (dtype, library)
+    plain = NativeLinear(by, (weight.float() * scale.repeat_interleave(group, 1)).to(as_plain), threads=2)
+    by_group = library.scales_sums(ins, library.may_multiply_by_tiles())
     bias = normal(outs, dtype=dtype)
     x = normal(511, ins, dtype=dtype)
     together = method.apply(x, bias)
@@ -195,7 +210,7 @@ def test_fp8_multiplies_as_the_weights_that_it_stands_for(monkeypatch, isa, dtyp
         if by_group:
             assert_rounded_once(got, x[:rows], whole, bias)
         else:
-            assert torch.equal(got, plain.apply(x[:rows], bias))
+            assert torch.equal(got, plain.apply(x[:rows].to(as_plain), bias.to(as_plain)).to(dtype))
     codes[7] = 127
     assert not NativeFp8Linear.supports(library, weight, scale)
 
@@ -203,7 +218,8 @@ def test_fp8_multiplies_as_the_weights_that_it_stands_for(monkeypatch, isa, dtyp
 def test_torchs_product_takes_the_place_of_codes_and_holds_no_more_than_they_did() -> None:
     layer, _ = filled(INT4, torch.bfloat16)
     before = sum(parameter.nbytes for parameter in layer.parameters())
-    supported = TorchInt4Linear.supports(layer.weight, layer.weight_scale, torch.bfloat16)
+    weight = FourBits(layer.weight, layer.weight_scale, layer.weight_zero)
+    supported = TorchInt4Linear.supports(weight, torch.bfloat16)
     choose_products(layer, TorchKernels())
     assert isinstance(layer.method, TorchInt4Linear if supported else FourBitLinear)
     held = sum(parameter.nbytes for parameter in layer.parameters()) + sum(
@@ -221,8 +237,8 @@ def test_a_kernel_is_given_codes_scales_and_zeros_once() -> None:
             return torch.nn.functional.linear(x, whole.to(x.dtype), bias)
 
     class WithInt4(TorchKernels):
-        def four_bit_linear(self, codes: Tensor, scale: Tensor, zero: Tensor) -> LinearMethod:
-            given.append([(tuple(each.shape), each.dtype) for each in (codes, scale, zero)])
+        def four_bit_linear(self, weight: FourBits) -> LinearMethod:
+            given.append([(tuple(each.shape), each.dtype) for each in weight.held()])
             return Own()
 
     choose_products(layer, WithInt4())
