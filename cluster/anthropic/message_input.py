@@ -17,10 +17,11 @@ from cluster.anthropic.message_fields import (
     CountTokensFields,
     MessagesFields,
 )
+from cluster.openai.body import checked_fields
 from cluster.openai.call import Call, prompt_ids, template_reads
 from cluster.openai.fields import Hints
 from cluster.openai.served_model import ServedModel
-from cluster.openai.validation import MAX_PRIORITY, checked_fields, parse_chat, refuse_other_models
+from cluster.openai.validation import MAX_PRIORITY, parse_chat, refuse_other_models
 from engine.errors import InvalidRequestError, PromptTooLongError
 from engine.text.tokenizer import Tokenizer
 

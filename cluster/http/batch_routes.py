@@ -26,9 +26,9 @@ from cluster.http.asgi import body_blocks, disconnected, read_body, refuse_encod
 from cluster.http.multipart import UploadForm, boundary_of, too_large_file
 from cluster.http.storage import ByMethod, FileThreads, StorageRequest, Stored, UnderWay
 from cluster.ingress.guard import WINDOWED
+from cluster.openai.body import checked_fields, parse_json
 from cluster.openai.fields import Fields, Labels, note
 from cluster.openai.thread_pool import FairThreadPool
-from cluster.openai.validation import checked_fields, parse_json
 from engine.errors import InvalidRequestError
 
 MOST_FILES = 10_000

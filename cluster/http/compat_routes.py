@@ -20,9 +20,9 @@ from cluster.errors import ApiError, as_api_error
 from cluster.http.asgi import Answer, read_body, until_disconnect
 from cluster.http.endpoints import Endpoint, Incoming, Responder, Services
 from cluster.http.kept_answers import refuse_kept
+from cluster.openai.body import parse_json
 from cluster.openai.embeddings import embedded
 from cluster.openai.scoring import ParseScoring, answer_body
-from cluster.openai.validation import parse_json
 from cluster.router.models import Models
 from cluster.telemetry.tracing.semantics import HTTP_OPERATIONS
 from engine.errors import InvalidRequestError

@@ -18,8 +18,8 @@ from starlette.routing import Route
 
 from cluster.errors import ApiError, as_api_error
 from cluster.http.asgi import read_body
+from cluster.openai.body import checked_fields, parse_json
 from cluster.openai.fields import Fields
-from cluster.openai.validation import checked_fields, parse_json
 from engine.errors import InvalidRequestError, SquadronError
 
 MOST_BYTES = 1 << 14  # of a body

@@ -22,6 +22,7 @@ from cluster.answer_log import ANSWER_LOG, AnswerFacts, AnswerLog, Kept
 from cluster.error_forms import form_of
 from cluster.errors import ApiError, as_api_error
 from cluster.http.asgi import READ_PATIENCE, Answer, ClientGone, ClientStalled, read_body, until_disconnect
+from cluster.openai.body import checked_fields, parse_json
 from cluster.openai.call import Call, Parse, PromptOptions, chat_ids, conversation_of
 from cluster.openai.choices import Delta
 from cluster.openai.embeddings import embedded, embedding_call, whole_answer
@@ -34,7 +35,7 @@ from cluster.openai.response_input import ResponseCall, our_name, parse_response
 from cluster.openai.response_output import ResponseWriter
 from cluster.openai.served_model import ServedModel
 from cluster.openai.thread_pool import FairThreadPool
-from cluster.openai.validation import checked_fields, parse_json, refuse_other_models
+from cluster.openai.validation import refuse_other_models
 from cluster.router.models import ModelFront, Models
 from cluster.telemetry.logs import about
 from cluster.telemetry.metrics import NoTrack

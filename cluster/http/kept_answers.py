@@ -27,9 +27,9 @@ from cluster.errors import ApiError
 from cluster.http.asgi import Answer, read_body, until_disconnect
 from cluster.http.endpoints import Endpoint, Responder, Services
 from cluster.http.giving import Give, give_elsewhere, send_events, send_response, send_whole, show, whole_response
+from cluster.openai.body import checked_fields, parse_json
 from cluster.openai.input_items import items_page
 from cluster.openai.response_fields import REFUSED_ITEMS_QUERY, REFUSED_QUERY, ItemsQuery, ResponseQuery
-from cluster.openai.validation import checked_fields, parse_json
 from cluster.responses.record import Head
 from cluster.responses.store import ResponseStore
 from engine.errors import InvalidRequestError

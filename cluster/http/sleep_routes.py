@@ -16,8 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cluster.errors import ApiError, as_api_error
+from cluster.openai.body import checked_fields
 from cluster.openai.fields import Fields, note
-from cluster.openai.validation import checked_fields
 from cluster.router.models import Models
 from cluster.router.sleeping import SleepingModel
 from engine.errors import InvalidRequestError

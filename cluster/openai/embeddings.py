@@ -20,10 +20,11 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from cluster.errors import ApiError
+from cluster.openai.body import checked_fields
 from cluster.openai.fields import Fields, Hints, Label, Prompt, note
 from cluster.openai.refusals import SENT_ANYWHERE, Refusal
 from cluster.openai.served_model import ServedModel
-from cluster.openai.validation import check_priority, checked_fields, checked_salt, refuse_other_models
+from cluster.openai.validation import check_priority, checked_salt, refuse_other_models
 from cluster.tasks import first_error
 from cluster.telemetry.metrics import RequestTrack
 from cluster.token_source import TokenSource

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from cluster.openai.body import checked_fields
 from cluster.openai.call import Call
 from cluster.openai.fields import MAX_MESSAGES, PART_HINTS, Hints
 from cluster.openai.response_fields import (
@@ -23,7 +24,7 @@ from cluster.openai.response_fields import (
     TextFormat,
 )
 from cluster.openai.served_model import ServedModel
-from cluster.openai.validation import checked_fields, parse_chat, refuse_other_models
+from cluster.openai.validation import parse_chat, refuse_other_models
 from engine.errors import InvalidRequestError
 
 _TEXTS = frozenset({"input_text", "output_text", "text"})

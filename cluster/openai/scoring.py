@@ -16,11 +16,11 @@ from msgspec import json
 from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from cluster.openai.body import checked_fields
 from cluster.openai.embeddings import SIDE, TRUNCATION, EmbeddingCall, TruncationSide, Vector, embedding_call
 from cluster.openai.fields import Fields, Hints, Label, note
 from cluster.openai.refusals import Refusal
 from cluster.openai.served_model import ServedModel
-from cluster.openai.validation import checked_fields
 from engine.errors import InvalidRequestError
 from engine.request import Pooling
 
