@@ -65,11 +65,11 @@ def test_other_numbers_start_and_stop_copies_and_restart_none(
 ) -> None:
     replicas, router = pids(app), routers()
     head.apply(rendered_config("models[0].replicas=3,app.routers=2"), app.port)
-    eventually(lambda: len(app.ready()["replicas"]) == 3 and len(routers()) == 2, "three replicas, two routers", 90)
+    eventually(lambda: len(app.ready()["replicas"]) == 3 and len(routers()) == 2, "three replicas, two routers", 150)
     assert replicas < pids(app)
     assert router < routers()
     head.apply(config, app.port)
-    eventually(lambda: len(app.ready()["replicas"]) == 2 and len(routers()) == 1, "two replicas, one router", 90)
+    eventually(lambda: len(app.ready()["replicas"]) == 2 and len(routers()) == 1, "two replicas, one router", 150)
 
 
 def test_the_pods_probes_find_it_well(app: App, head: RayHead) -> None:
