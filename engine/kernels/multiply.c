@@ -180,9 +180,22 @@ void multiply8(const elem *x, int64_t x_stride, const int8_t *packed, const floa
     multiply_by(1, (Band){x, out, rows, x_stride}, &weight, threads, tiles);
 }
 
-/* As multiply_panel, for a panel that is made plain a strip at a time. */
-INLINE void multiply_widened(const int tiled, const int kind, Band band, const Codes *panel, const elem *bias, long outs,
-                             long wide) {
+/* The plain strip of `steps` from step `start` of a panel on. */
+static NOINLINE void widen(int kind, const Codes *panel, long start, long steps, made *strip) {
+    if (kind == E4M3)
+        widen_e4m3(panel, start, steps, strip);
+    else if (kind == FLOATS)
+        widen4(FLOATS, panel, start, steps, strip);
+    else if (kind == OFFSET)
+        widen4(OFFSET, panel, start, steps, strip);
+    else
+        widen4(WHOLE, panel, start, steps, strip);
+}
+
+/* As multiply_panel, for a panel that is made plain a strip at a time. A function of its own, as `widen` is: of too much at
+ * once the compiler loses sight. */
+static NOINLINE void multiply_widened(int tiled, int kind, Band band, const Codes *panel, const elem *bias, long outs,
+                                      long wide) {
     ALIGNED float sums[(BAND + TILE_ROWS) * WIDE];
     ALIGNED made wider[WIDE_STRIP * STEP];
     const long depth = panel->steps;
@@ -190,10 +203,7 @@ INLINE void multiply_widened(const int tiled, const int kind, Band band, const C
     for (long start = 0; start < depth; start += WIDE_STRIP) {
         const long steps = depth - start < WIDE_STRIP ? depth - start : WIDE_STRIP;
         const elem *x = band.x + start * DEPTH;
-        if (kind == E4M3)
-            widen_e4m3(panel, start, steps, wider);
-        else
-            widen4(kind, panel, start, steps, wider);
+        widen(kind, panel, start, steps, wider);
         if (tiled)
             multiply_tiles(x, band.stride, band.rows, (const elem *)wider, steps, start == 0, sums, 0, 0);
         else

@@ -20,6 +20,7 @@
 #endif
 #define BYTES (4 * LANES)
 #define INLINE static inline __attribute__((always_inline))
+#define NOINLINE __attribute__((noinline))
 
 typedef float vec __attribute__((vector_size(BYTES)));
 typedef int32_t ivec __attribute__((vector_size(BYTES)));

@@ -92,7 +92,7 @@ def linears(count, ins, outs, kind, bias, seed=0):
 )
 def test_rows_are_multiplied_by_their_experts_weight(counts, kind, sizes, bias, fixed):
     ins, outs = sizes
-    ins -= ins % 8 if kind in ("int4", "mxfp4") else 0
+    ins -= ins % 8 if kind in ("int4", "mxfp4", "nvfp4") else 0
     layers, weights = linears(len(counts), ins, outs, kind, bias)
     product = TritonGroupedProduct(layers)
     if fixed:
