@@ -257,6 +257,16 @@ INLINE void multiply_coded(const int eight, const int keep, Band band, const Cod
     }
     finish(sums, panel->whole, bias, band.out, band.rows, outs, wide);
 }
+
+/* Functions of their own, as multiply_widened is. */
+#define CODED(name, eight, keep)                                                                                    \
+    static NOINLINE void name(Band band, const Codes *panel, const elem *bias, long outs, long wide) {              \
+        multiply_coded(eight, keep, band, panel, bias, outs, wide);                                                 \
+    }
+CODED(look_up_fours, 0, 0)
+CODED(keep_fours, 0, 1)
+CODED(look_up_eights, 1, 0)
+CODED(keep_eights, 1, 1)
 #endif
 
 /* A band with a panel in four bits. */
@@ -267,9 +277,9 @@ INLINE void multiply_fours(const int kind, int tiled, Band band, const Codes *fo
     }
 #if BY_GROUP
     if (band.rows <= FEW)
-        multiply_coded(0, 0, band, fours, bias, outs, wide);
+        look_up_fours(band, fours, bias, outs, wide);
     else
-        multiply_coded(0, 1, band, fours, bias, outs, wide);
+        keep_fours(band, fours, bias, outs, wide);
 #else
     if (band.rows <= READ_AGAIN)
         multiply_read(kind, band, fours, bias, outs, wide);
@@ -286,9 +296,9 @@ INLINE void multiply_eights(int tiled, Band band, const Codes *eights, const ele
     }
 #if BY_GROUP
     if (band.rows <= MAX_ROWS)
-        multiply_coded(1, 0, band, eights, bias, outs, wide);
+        look_up_eights(band, eights, bias, outs, wide);
     else
-        multiply_coded(1, 1, band, eights, bias, outs, wide);
+        keep_eights(band, eights, bias, outs, wide);
 #else
     multiply_widened(0, E4M3, band, eights, bias, outs, wide);
 #endif
