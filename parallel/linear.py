@@ -28,7 +28,8 @@ class LinearMethod(ABC):
     stored_names: what parameters of the layer are called in a checkpoint, where that is not as here.
     loads_plain: whether the plain weight is loaded first, so that as little as can be should be loaded before `load`.
     numbers: of the weight, in one element of the layer's `weight`.
-    in_parameters: whether the layer's `weight`, `weight_scale` and `weight_zero`, where it has these, say all of it.
+    in_parameters: whether the layer's `weight`, `weight_scale`, `weight_zero` and `weight_global_scale`, where it has
+    these, say all of it.
     """
 
     stored_names: Mapping[str, str] = {}

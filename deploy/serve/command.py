@@ -224,7 +224,8 @@ class Server:
             return JoinedRay(address, verbose)
         # Whether GPUs are used changes nothing about the CPUs.
         placement = app_resources(self._app, lambda _: False)
-        return LocalRay(placement.cpus + placement.one_more["CPU"], verbose, self._options.forks)
+        ports = [port for port in (self._config.port, self._config.grpc_port) if port is not None]
+        return LocalRay(placement.cpus + placement.one_more["CPU"], verbose, self._options.forks, ports)
 
 
 def _with_ports(app: AppConfig) -> AppConfig:

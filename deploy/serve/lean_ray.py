@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -35,22 +35,24 @@ MONITOR, API_SERVER, LOG_MONITOR = "start_monitor", "start_api_server", "start_l
 NODE, RAYLET = "__init__", "start_raylet"  # likewise
 AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port")
 LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-FIRST_PORT, PORTS_TRIED = 20000, 50  # Ray's workers listen below
+FIRST_PORT, PORTS_TRIED = 20000, 50  # workers of `ray start` listen below
 NO_PORT = -1  # what Ray's agent says of a service that it does not have
+PERSIST, PAGE = "persist_port", "DASHBOARD_AGENT_LISTEN_PORT_NAME"  # of Ray's compiled part
 
 
 @contextmanager
-def lean_node(environment: Mapping[str, str], verbose: bool) -> Iterator[None]:
+def lean_node(environment: Mapping[str, str], verbose: bool, taken: Collection[int] = ()) -> Iterator[None]:
     """While entered, a Ray that is started in this process has only what somebody uses.
 
     Never the autoscaler: there is one node. No dashboard head: without a dashboard all that it does is to send Ray's
     usage statistics, so it stays where `environment` turns those on. No log monitor unless `verbose`: it shows the
-    logs of workers on the terminal. The node does not wait for its agents (`_told_ports`). Whatever Ray does not do
-    by a method of that name stays as it is.
+    logs of workers on the terminal. The node does not wait for its agents (`_told_ports`), which get none of the
+    ports `taken`. Whatever Ray does not do by these names stays as it is.
     """
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [(Node, MONITOR, _start_nothing)]
-    if all(_installed(name) for name in AGENT_NEEDS) and all(hasattr(Node, name) for name in (NODE, RAYLET)):
-        replaced.append((Node, NODE, _told_ports(getattr(Node, NODE))))
+    named = hasattr(Node, RAYLET) and all(hasattr(ray._raylet, name) for name in (PERSIST, PAGE))
+    if named and all(_installed(name) for name in AGENT_NEEDS):
+        replaced.append((Node, NODE, _told_ports(getattr(Node, NODE), taken)))
         replaced.append((Node, RAYLET, _without_agents_page(getattr(Node, RAYLET))))
     if environment.get(USAGE_STATS) != "1":
         replaced.append((Node, API_SERVER, _without_page))
@@ -70,7 +72,7 @@ def lean_node(environment: Mapping[str, str], verbose: bool) -> Iterator[None]:
             setattr(owner, name, function)
 
 
-def _told_ports(begin: Callable[..., None]) -> Callable[..., None]:
+def _told_ports(begin: Callable[..., None], taken: Collection[int]) -> Callable[..., None]:
     """Return Ray's `Node.__init__` with ports of the node's agents chosen here, where nobody chose others.
 
     Else each agent chooses its own, and Ray's node ends itself when it has not heard of them within 15 s, which takes
@@ -78,7 +80,10 @@ def _told_ports(begin: Callable[..., None]) -> Callable[..., None]:
     """
 
     def begin_with_ports(node: Any, ray_params: Any, *others: Any, **more: Any) -> None:
-        ray_params.update_if_absent(**dict(zip(AGENT_PORTS, _quiet_ports(len(AGENT_PORTS)), strict=False)))
+        ports = iter(_quiet_ports(len(AGENT_PORTS), taken))
+        for name in AGENT_PORTS:
+            if getattr(ray_params, name, 0) is None:
+                setattr(ray_params, name, next(ports, None))
         begin(node, ray_params, *others, **more)
 
     return begin_with_ports
@@ -92,15 +97,16 @@ def _without_agents_page(start: Callable[..., None]) -> Callable[..., None]:
     """
 
     def start_without_page(node: Any, *others: Any, **more: Any) -> None:
-        names = ray._raylet
-        names.persist_port(node._session_dir, node._node_id, names.DASHBOARD_AGENT_LISTEN_PORT_NAME, NO_PORT)
+        session, number = getattr(node, "_session_dir", None), getattr(node, "_node_id", None)
+        if session is not None and number is not None:
+            getattr(ray._raylet, PERSIST)(session, number, getattr(ray._raylet, PAGE), NO_PORT)
         start(node, *others, **more)
 
     return start_without_page
 
 
-def _quiet_ports(number: int) -> list[int]:
-    """Return `number` free ports that nobody gets by asking for any free one; fewer where there are none.
+def _quiet_ports(number: int, taken: Collection[int]) -> list[int]:
+    """Return `number` free ports, or fewer, that nobody gets by asking for any free one, and none of those `taken`.
 
     The agents listen seconds later, and an agent that finds its port taken takes Ray's node with it.
     """
@@ -109,7 +115,7 @@ def _quiet_ports(number: int) -> list[int]:
     except (OSError, ValueError, IndexError):
         return []
     tried = random.sample(range(FIRST_PORT, end), min(PORTS_TRIED, end - FIRST_PORT)) if end > FIRST_PORT else []
-    return [port for port in tried if _free(port)][:number]
+    return [port for port in tried if port not in taken and _free(port)][:number]
 
 
 def _free(port: int) -> bool:

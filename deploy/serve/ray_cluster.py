@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from contextlib import nullcontext, suppress
 
 import psutil
@@ -47,17 +48,18 @@ class RayCluster(ABC):
 class LocalRay(RayCluster):
     """A Ray of our own on loopback, with as many logical CPUs as the app asks for.
 
-    forks: has its workers forked, and ends with it; None = Ray starts them. Must be made in the main thread: Linux
-    ends the processes with the thread that started them. Raises `RayStartError`.
+    forks: has its workers forked, and ends with it; None = Ray starts them. taken: ports that somebody else will use.
+    Must be made in the main thread: Linux ends the processes with the thread that started them. Raises
+    `RayStartError`.
     """
 
-    def __init__(self, cpus: float, verbose: bool, forks: ForkServer | None) -> None:
+    def __init__(self, cpus: float, verbose: bool, forks: ForkServer | None, taken: Collection[int] = ()) -> None:
         self._forks = forks
         self._watch = OrphanWatch()
         adopt_orphans()
         logical = max(cores(), math.ceil(cpus))
         try:
-            with lean_node(os.environ, verbose), nullcontext() if self._forks is None else self._forks.forks():
+            with lean_node(os.environ, verbose, taken), nullcontext() if self._forks is None else self._forks.forks():
                 ray.init(
                     address="local",
                     num_cpus=logical,

@@ -49,6 +49,10 @@ class FourBits:
     zero: Tensor | None = None
     whole: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        if (self.scale.dtype is E4M3) != (self.whole is not None):
+            raise ValueError(f"`whole` goes with scales in e4m3, and with no others; these are {self.scale.dtype}")
+
     @property
     def shape(self) -> tuple[int, int]:
         """Outputs and inputs."""

@@ -16,7 +16,7 @@
 
 #define FEW (2 * MAX_ROWS) /* rows up to which widening again in each pass costs less than a strip does */
 #define READ_AGAIN (REGISTERS == 32 ? FEW : 5) /* the same for codes of four bits that are not scaled by groups */
-#define WIDE_STRIP 128     /* steps of a strip of int8: what it is widened to stays in the nearest cache */
+#define WIDE_STRIP 128     /* steps of a strip that is made plain: it stays in the nearest caches */
 
 /* A weight as it is packed. */
 typedef struct {
@@ -182,7 +182,7 @@ void multiply8(const elem *x, int64_t x_stride, const int8_t *packed, const floa
 
 /* The plain strip of `steps` from step `start` of a panel on. */
 static NOINLINE void widen(int kind, const Codes *panel, long start, long steps, made *strip) {
-    if (kind == E4M3)
+    if (kind == EIGHTS)
         widen_e4m3(panel, start, steps, strip);
     else if (kind == FLOATS)
         widen4(FLOATS, panel, start, steps, strip);
@@ -211,9 +211,9 @@ static NOINLINE void multiply_widened(int tiled, int kind, Band band, const Code
     }
     if (tiled) {
         end_panel();
-        finish_tiles(sums, panel->whole, bias, band.out, band.rows, outs, wide);
+        finish_tiles(sums, panel->of_outputs, bias, band.out, band.rows, outs, wide);
     } else
-        finish(sums, panel->whole, bias, band.out, band.rows, outs, wide);
+        finish(sums, panel->of_outputs, bias, band.out, band.rows, outs, wide);
 }
 
 #if !BY_GROUP
@@ -232,7 +232,7 @@ INLINE void multiply_read(const int kind, Band band, const Codes *panel, const e
             })
         }
     }
-    finish(sums, panel->whole, bias, band.out, band.rows, outs, wide);
+    finish(sums, panel->of_outputs, bias, band.out, band.rows, outs, wide);
 }
 #endif
 
@@ -255,7 +255,7 @@ INLINE void multiply_coded(const int eight, const int keep, Band band, const Cod
                         multiply_groups(ROWS, eight, keep ? KEEP : WORDS, x, band.stride, panel, strip, start, steps, to))
         }
     }
-    finish(sums, panel->whole, bias, band.out, band.rows, outs, wide);
+    finish(sums, panel->of_outputs, bias, band.out, band.rows, outs, wide);
 }
 
 /* Functions of their own, as multiply_widened is. */
@@ -291,7 +291,7 @@ INLINE void multiply_fours(const int kind, int tiled, Band band, const Codes *fo
 /* A band with a panel in fp8. */
 INLINE void multiply_eights(int tiled, Band band, const Codes *eights, const elem *bias, long outs, long wide) {
     if (tiled) {
-        multiply_widened(1, E4M3, band, eights, bias, outs, wide);
+        multiply_widened(1, EIGHTS, band, eights, bias, outs, wide);
         return;
     }
 #if BY_GROUP
@@ -300,7 +300,7 @@ INLINE void multiply_eights(int tiled, Band band, const Codes *eights, const ele
     else
         keep_eights(band, eights, bias, outs, wide);
 #else
-    multiply_widened(0, E4M3, band, eights, bias, outs, wide);
+    multiply_widened(0, EIGHTS, band, eights, bias, outs, wide);
 #endif
 }
 
@@ -319,7 +319,7 @@ INLINE void multiply_by_codes(const int eight, Band all, const Codes *weight, co
             codes.words += panel * of_panel;
             codes.scales += panel * of_groups * size_of_scale(codes.held);
             if (codes.zeros) codes.zeros += panel * of_groups;
-            if (codes.whole) codes.whole += at;
+            if (codes.of_outputs) codes.of_outputs += at;
             const elem *own = bias ? bias + at : 0;
             if (eight)
                 multiply_eights(tiled, band, &codes, own, outs, wide);
@@ -333,13 +333,13 @@ INLINE void multiply_by_codes(const int eight, Band all, const Codes *weight, co
 }
 
 /* As multiply, with weights of pack4. scales: [ceil(outs / WIDE)][ins / group][WIDE], held in `held`; zeros likewise, less 8,
- * 0 = all are 8, or there are none. whole: [ceil(outs / WIDE) * WIDE], what sums of an output are multiplied by, 0 = all 1.
+ * 0 = all are 8, or there are none. of_outputs: [ceil(outs / WIDE) * WIDE], what sums are multiplied by, 0 = all 1.
  * group: a multiple of DEPTH * WORD, and ins of that. floats: whether codes are numbers of E2M1. */
-void multiply4(const elem *x, int64_t x_stride, const char *packed, const char *scales, const int8_t *zeros, const float *whole,
-               const elem *bias, elem *out, int64_t rows, int64_t outs, int64_t ins, int64_t group, int64_t held, int64_t floats,
-               int64_t threads, int tiles) {
+void multiply4(const elem *x, int64_t x_stride, const char *packed, const char *scales, const int8_t *zeros,
+               const float *of_outputs, const elem *bias, elem *out, int64_t rows, int64_t outs, int64_t ins, int64_t group,
+               int64_t held, int64_t floats, int64_t threads, int tiles) {
     const Band all = {x, out, rows, x_stride};
-    const Codes weight = {packed, scales, zeros, whole, ins / DEPTH, group / DEPTH, (int)held, (int)floats};
+    const Codes weight = {packed, scales, zeros, of_outputs, ins / DEPTH, group / DEPTH, (int)held, (int)floats};
     multiply_by_codes(0, all, &weight, bias, outs, ins, threads, tiles);
 }
 

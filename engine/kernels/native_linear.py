@@ -22,6 +22,7 @@ HELD = (
     torch.uint8,
     E4M3,
 )  # what scales are held in, as in panel_scales.h
+EXPONENT, EXPONENT_AT = 0x7F800000, 23  # of fp32
 ONE = 127  # as an exponent
 LEAST_FP8_GROUP = 32  # inputs that share a scale of fp8: of fewer, scales would take as much as the weight
 
@@ -76,9 +77,9 @@ class _PanelLinear(LinearMethod):
 
     def _narrowed(self, scale: Tensor) -> Tensor:
         """Return scales in fp32 in the fewest bits that hold all of them as they are."""
-        mantissa, _ = torch.frexp(scale)
-        if bool((mantissa == 0.5).all()) and float(scale.min()) >= torch.finfo(torch.float32).tiny:
-            return scale.to(torch.float8_e8m0fnu).view(torch.uint8)
+        bits = scale.contiguous().view(torch.int32)
+        if not bool((bits & ~EXPONENT).any()) and bool((bits > 0).all()) and bool(scale.isfinite().all()):
+            return (bits >> EXPONENT_AT).to(torch.uint8)
         for dtype in (torch.bfloat16, *((torch.float16,) if self._halves else ())):
             if torch.equal(scale.to(dtype).float(), scale):
                 return scale.to(dtype)
@@ -146,8 +147,8 @@ class NativeFourBitLinear(_PanelLinear):
         zero = None if weight.zero is None or bool((weight.zero == MIDDLE).all()) else weight.zero
         self._zeros = None if zero is None else _in_lanes(zero.to(torch.int8) - MIDDLE, self._padded())
         unit = E4M3_UNIT if narrow.dtype is E4M3 else 1
-        self._whole = None if weight.whole is None else _in_lanes(weight.whole[:, None] * unit, self._padded())
-        others = (None if each is None else each.data_ptr() for each in (self._zeros, self._whole))
+        self._of_outputs = None if weight.whole is None else _in_lanes(weight.whole[:, None] * unit, self._padded())
+        others = (None if each is None else each.data_ptr() for each in (self._zeros, self._of_outputs))
         self._addresses = self._packed.data_ptr(), self._scales.data_ptr(), *others
         self._ending = self._group, HELD.index(narrow.dtype), int(self._floats), *self._ending
 
@@ -198,7 +199,7 @@ def _in_lanes(of_groups: Tensor, padded: int) -> Tensor:
     lanes = of_groups.new_zeros(padded, groups)
     lanes[:outs] = of_groups
     if of_groups.dtype is torch.uint8:
-        lanes[outs:] = ONE
+        lanes[outs:] = ONE  # 0 would be 2^-127, and products with it below the normal numbers, which take long
     return lanes.view(-1, WIDE, groups).transpose(1, 2).contiguous()
 
 

@@ -10,13 +10,15 @@
 INLINE void widen_e4m3(const Codes *panel, long start, long steps, made *strip) {
     const uint8_t *from = (const uint8_t *)panel->words + start * STEP;
     vec scales[VECS][DEPTH];
-    for (long k = 0; k < steps; k++, from += STEP, strip += STEP) {
-        if (k == 0 || (start + k) % panel->per_group == 0)
+    for (long k = 0, left = 0; k < steps; k++, left--, from += STEP, strip += STEP) { /* left: of the group */
+        if (left == 0) {
+            left = panel->per_group - (start + k) % panel->per_group;
             for (int v = 0; v < VECS; v++) {
                 vec of_outputs;
                 get_scales(panel->scales, panel->held, (start + k) / panel->per_group * WIDE + v * LANES, 1, &of_outputs);
                 spread(of_outputs, scales[v]);
             }
+        }
         for (int v = 0; v < VECS; v++) {
             vec found[DEPTH];
             for (int d = 0; d < DEPTH; d++) {

@@ -11,20 +11,19 @@
  */
 
 #define WORD 8                      /* codes of a word, each of another step */
-#define LANE_VECS (WIDE * DEPTH / LANES)
 #define WORD_BYTES (STEP * WORD / 2) /* of a panel, for WORD steps */
 #define MOST_COLS 4                 /* vectors of outputs at a time: their words are in registers, too */
 #define FAR 16384                    /* bytes ahead that weights are fetched */
 
 /* What a code stands for: less 8, less its zero besides, a number of E2M1, or in eight bits one of e4m3. */
-enum { WHOLE, OFFSET, FLOATS, E4M3 };
+enum { WHOLE, OFFSET, FLOATS, EIGHTS };
 
 /* A panel of codes. */
 typedef struct {
     const char *words;
     const char *scales;
     const int8_t *zeros;   /* less the 8 that codes are counted from; 0 = all 0 */
-    const float *whole;    /* what sums of an output are multiplied by; 0 = all 1 */
+    const float *of_outputs; /* what sums of an output are multiplied by; 0 = all 1 */
     long steps, per_group; /* of the panel, of a group */
     int held;              /* what scales are held in */
     int floats;            /* whether codes of four bits are numbers of E2M1 */

@@ -80,11 +80,11 @@ INLINE int columns(const int rows) {
     return fit < VECS ? fit : VECS;
 }
 
-/* sums [rows][WIDE] (from 0 if `fresh`) += x [rows][stride] times `steps` of a panel, which holds weights as `held` says.
+/* sums [rows][WIDE] (from 0 if `fresh`) += x [rows][stride] times `steps` of a panel, which holds weights as `form` says.
  * kept: where they are put as they are multiplied; 0 = nowhere.
  * `ahead` bytes of what is wanted after this are fetched at each step; behind the last panel that is beyond the weights,
  * where a fetch does nothing. */
-INLINE void multiply_rows(const int rows, const int held, const input *x, long stride, const void *strip, made *kept,
+INLINE void multiply_rows(const int rows, const int form, const input *x, long stride, const void *strip, made *kept,
                           long steps, int fresh, float *sums, const char *next, long ahead) {
     const int cols = columns(rows);
     for (int c = 0; c < VECS; c += cols) {
@@ -98,8 +98,8 @@ INLINE void multiply_rows(const int rows, const int held, const input *x, long s
                 for (long byte = 0; byte < ahead; byte += LINE) __builtin_prefetch(next + k * ahead + byte, 0, 2);
             run weights[VECS]; /* before the rows, so that each input is spread over a register once */
             for (int v = 0; v < cols; v++)
-                weights[v] = held == INT8   ? widened((const int8_t *)strip + at + v * RUN)
-                             : held == MADE ? get_made((const made *)strip + at + v * RUN)
+                weights[v] = form == INT8   ? widened((const int8_t *)strip + at + v * RUN)
+                             : form == MADE ? get_made((const made *)strip + at + v * RUN)
                                             : get_weights((const elem *)strip + at + v * RUN);
             for (int v = 0; v < cols && kept; v++) put_made(kept + at + v * RUN, weights[v]);
             for (int r = 0; r < rows; r++)
@@ -130,7 +130,7 @@ INLINE const input *rows_as_input(const int rows, const elem *x, long *stride, l
 
 /* The same for all rows of a band, a pass at a time: the first keeps weights for the others, unless `kept` is 0. Of `next`,
  * `bytes` a step are fetched, shared out among the first passes. */
-INLINE void multiply_strip(const int held, const elem *x, long stride, long rows, const void *strip, made *kept, long steps,
+INLINE void multiply_strip(const int form, const elem *x, long stride, long rows, const void *strip, made *kept, long steps,
                            int fresh, float *sums, const char *next, long bytes) {
     const long lines = bytes / LINE, passes = (rows + MAX_ROWS - 1) / MAX_ROWS;
     const long share = passes ? (lines + passes - 1) / passes * LINE : 0; /* bytes a step of each pass */
@@ -144,12 +144,12 @@ INLINE void multiply_strip(const int held, const elem *x, long stride, long rows
         const char *wanted = next + fetched * steps;
         BY_ROWS(rows - r, size, {
             const input *from = rows_as_input(ROWS, x + r * stride, &apart, steps, room);
-            if (held == INT8 && kept && r)
+            if (form == INT8 && kept && r)
                 multiply_rows(ROWS, MADE, from, apart, kept, 0, steps, fresh, to, wanted, ahead);
-            else if (held == INT8 && kept)
-                multiply_rows(ROWS, held, from, apart, strip, kept, steps, fresh, to, wanted, ahead);
+            else if (form == INT8 && kept)
+                multiply_rows(ROWS, form, from, apart, strip, kept, steps, fresh, to, wanted, ahead);
             else
-                multiply_rows(ROWS, held, from, apart, strip, 0, steps, fresh, to, wanted, ahead);
+                multiply_rows(ROWS, form, from, apart, strip, 0, steps, fresh, to, wanted, ahead);
         })
         fetched += ahead;
     }

@@ -6,6 +6,8 @@ So few rows cost what reading codes costs. No GPU has run these: they are shown 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
@@ -43,6 +45,10 @@ class TritonFourBitLinear(LinearMethod):
                 BIAS=bias is not None, num_warps=4, num_stages=4,
             )  # fmt: skip
         return out
+
+    @override
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self.weight.held()
 
     @override
     def describe(self) -> str:
@@ -114,9 +120,9 @@ def of_groups(
 
 
 @triton.jit
-def in_fp32(scale: tl.tensor, E4M3: tl.constexpr) -> tl.tensor:
-    """Return scales in fp32; in uint8 they are exponents, or bytes of e4m3: `FourBits.scale_in_fp32`."""
-    if E4M3:
+def in_fp32(scale: tl.tensor, FLOATS: tl.constexpr) -> tl.tensor:
+    """Return scales in fp32, as `FourBits.scale_in_fp32`. In uint8 they are exponents, if `FLOATS` bytes of e4m3."""
+    if FLOATS:
         # Read as those of float16, they have another unit.
         bits = (scale & 0x80).to(tl.int16) << 8 | (scale & 0x7F).to(tl.int16) << 7
         wide = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -189,6 +189,12 @@ class FourBitLinear(QuantizedLinear):
         if self._order is not None:
             x = x.index_select(1, self._order[0])
         return self._product.apply(x, bias, widened_codes(self._weight, x.dtype))
+
+    @override
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self._weight.held()
+        if self._order is not None:
+            yield self._order
 
     @override
     def describe(self) -> str:

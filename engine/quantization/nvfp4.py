@@ -51,9 +51,10 @@ class Nvfp4(Layout):
     @override
     def whole(self, outs: int) -> Recipe:
         def make(read: Tensors) -> Tensor:
-            whole = checked(read[self._whole], self._whole)
-            if whole.numel() != 1 or not bool(whole > 0):
+            stored = checked(read[self._whole], self._whole)
+            if stored.numel() != 1 or not bool(stored > 0):
                 raise ValueError(f"{self._whole} is no positive number")
-            return (whole if self._modelopt else whole.reciprocal()).flatten().expand(outs)
+            whole = stored if self._modelopt else checked(stored.reciprocal(), f"1 / {self._whole}")
+            return whole.flatten().expand(outs)
 
         return Recipe(read_as(self._whole, None, (torch.float32,)), make)

@@ -154,6 +154,9 @@ def test_four_bits_multiply_as_the_weights_that_they_stand_for(monkeypatch, isa,
     method = NativeFourBitLinear(library, weight, dtype, threads=2)
     if held != "float16" or library.holds_halves():
         assert method.describe().endswith(f", scales in {held}")
+        of_group = getattr(torch, held).itemsize + (1 if zeros else 0)
+        of_output = ins // 2 + ins // group * of_group + (0 if of_all is None else 4)
+        assert sum(tensor.nbytes for tensor in method.tensors()) == -(-outs // 64) * 64 * of_output
     by_group = library.scales_sums(ins, library.may_multiply_by_tiles())
     widens = dtype is torch.bfloat16 and library.packing_depth() == 1
     as_plain, by = (torch.float32, single) if widens else (dtype, library)
