@@ -25,10 +25,6 @@ INLINE vec half_lanes(const uint16_t *from) {
 #endif
 }
 
-INLINE vec bfloat_lanes(const uint16_t *from) {
-    return (vec)(__builtin_convertvector(*(const half_vec *)from, uvec) << 16);
-}
-
 /* Powers of two, whose exponents are counted from -127; the least is below the normal numbers. */
 INLINE vec power_lanes(const uint8_t *from) {
 #if LANES == 16

@@ -31,6 +31,9 @@ typedef uint16_t half_vec __attribute__((vector_size(BYTES / 2), aligned(2), may
 INLINE vec splat(float x) { return (vec){0} + x; }
 INLINE vec get_float(const float *from) { return *(const loose_vec *)from; }
 INLINE void put_float(float *to, vec x) { *(loose_vec *)to = x; }
+INLINE vec bfloat_lanes(const uint16_t *from) {
+    return (vec)(__builtin_convertvector(*(const half_vec *)from, uvec) << 16);
+}
 INLINE vec choose(ivec mask, vec yes, vec no) { return (vec)(((ivec)yes & mask) | ((ivec)no & ~mask)); }
 
 /* Threads for this much work: all or none but the caller, because OpenMP ends the threads that a smaller team leaves
@@ -39,7 +42,7 @@ INLINE int team(int64_t work, int64_t worth, int64_t threads) { return work < wo
 
 #if BF16
 typedef uint16_t elem;
-INLINE vec load(const elem *from) { return (vec)(__builtin_convertvector(*(const half_vec *)from, uvec) << 16); }
+INLINE vec load(const elem *from) { return bfloat_lanes(from); }
 /* Round to nearest, ties to even; a NaN stays one. */
 INLINE void put(elem *to, vec x) {
     uvec bits = (uvec)x;
