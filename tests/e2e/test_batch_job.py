@@ -1,6 +1,7 @@
 """`ray job submit -- squadron batch`: a batch in a cluster, killed and submitted again."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 from ray.job_submission import JobStatus
@@ -34,9 +35,23 @@ def refused(head, work, tmp_path_factory):
     job = head.submit(work, *arguments, "--resume")
     assert until((home / "quiet.jsonl.ledger" / "epoch-00000001").exists, 120)
     source, *others = arguments
-    second = BatchProcess(str(work / source), *others, "--resume", home=home, **joined(head))
-    second.wait()
+    with suspended(head.processes(job)):  # or it might have ended before the second one looks
+        second = BatchProcess(str(work / source), *others, "--resume", home=home, **joined(head))
+        second.wait()
     return job, second
+
+
+@contextmanager
+def suspended(processes):
+    """Have these processes do nothing meanwhile; they keep what they have locked."""
+    assert processes
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.resume()
 
 
 @pytest.fixture(scope="module")
