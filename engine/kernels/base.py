@@ -40,8 +40,8 @@ class FourBits:
     there are no zeros, E2M1[code] * scale * whole.
 
     codes: [out, in / 2] uint8, two codes of 0 to 15 in each, that of the even input in the low half. scale: [out,
-    groups], in fp32; in uint8 where all are powers of two: exponents, counted from -127; in e4m3 where there is a
-    `whole`. zero: [out, groups] uint8, 0 to 16. whole: [out] fp32.
+    groups], in fp32, bfloat16 or float16; in uint8 where all are powers of two: exponents, counted from -127; in e4m3
+    where there is a `whole`. zero: [out, groups] uint8, 0 to 16. whole: [out] fp32.
     """
 
     codes: Tensor

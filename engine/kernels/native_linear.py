@@ -141,7 +141,7 @@ class NativeFourBitLinear(_PanelLinear):
         self._packed = torch.empty(self._padded() * self._ins // 8, dtype=torch.int32)
         codes = weight.codes.contiguous()
         library.pack4(codes.data_ptr(), self._packed.data_ptr(), self._outs, self._ins, self._tiles)
-        narrow = weight.scale if weight.scale.dtype in (torch.uint8, E4M3) else self._narrowed(weight.scale)
+        narrow = weight.scale if weight.scale.dtype in (torch.uint8, E4M3) else self._narrowed(weight.scale_in_fp32())
         self._scales = _in_lanes(narrow, self._padded())
         # Codes are counted from 8: where all zeros are 8, there is nothing to subtract.
         zero = None if weight.zero is None or bool((weight.zero == MIDDLE).all()) else weight.zero

@@ -94,7 +94,7 @@ def grouped_tiling(few: bool, outs: int, dtype: torch.dtype) -> Tiling:
 
 
 def _stack(parameters: Sequence[Tensor]) -> Tensor:
-    """Return the parameters in one tensor, and make them views of it."""
+    """Return the parameters in one tensor, and make them views of it: in the dtype that holds all of them."""
     stacked = torch.stack([parameter.data for parameter in parameters])
     for parameter, own in zip(parameters, stacked, strict=True):
         parameter.data = own

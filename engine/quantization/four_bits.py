@@ -13,8 +13,8 @@ from engine.errors import CheckpointError, ConfigError
 from engine.kernels.base import FourBits, Kernels
 from engine.quantization.awq import Awq
 from engine.quantization.gptq import Gptq
-from engine.quantization.layout import MIDDLE, Layout, dequantised
-from engine.quantization.method import Pack, QuantizedLinear, divided, shared_by
+from engine.quantization.layout import MIDDLE, Layout, dequantised, in_sixteen_bits
+from engine.quantization.method import Pack, QuantizedLinear, divided, scale_dtype, shared_by
 from engine.quantization.mxfp4 import Mxfp4
 from engine.quantization.nvfp4 import Nvfp4
 from engine.quantization.pack_quantized import PackQuantized
@@ -122,7 +122,7 @@ class FourBitLinear(QuantizedLinear):
             return ShardedParameter.of(shape, dtype, plain.device, plain.axis, pieces)
 
         layer.weight = parameter(torch.uint8, 2)
-        layer.weight_scale = parameter(self._layout.scale_dtype, self._group)
+        layer.weight_scale = parameter(self._scales_dtype(plain), self._group)
         if not self._layout.floats:
             layer.weight_zero = parameter(torch.uint8, self._group)
         if self._layout.has_whole:
@@ -136,6 +136,13 @@ class FourBitLinear(QuantizedLinear):
             layer.input_order = ShardedParameter.of(shape, torch.int64, plain.device, 0, pieces)
             self._order = layer.input_order
         self._hold(layer)
+
+    def _scales_dtype(self, plain: ShardedParameter) -> torch.dtype:
+        """Return what scales are loaded in; where nothing is, as for a plan, what they are held in after loading."""
+        loaded = self._layout.scale_dtype
+        if plain.device.type != "meta" or loaded is not torch.float32:
+            return loaded
+        return scale_dtype(plain.dtype) if self.loads_plain or plain.dtype is torch.float32 else torch.bfloat16
 
     @override
     def recipe(self, parameter: str, shape: tuple[int, ...]) -> Recipe | None:
@@ -156,6 +163,7 @@ class FourBitLinear(QuantizedLinear):
 
     @override
     def load(self, layer: ParallelLinear) -> None:
+        layer.weight_scale.data = in_sixteen_bits(layer.weight_scale.data)
         self._hold(layer)
         if self._order is not None and not bool((self._order == self._order[:1]).all()):
             raise CheckpointError(
@@ -219,7 +227,7 @@ class TorchInt4Linear(LinearMethod):
     def __init__(self, weight: FourBits) -> None:
         if weight.zero is None:
             raise ValueError("torch multiplies by whole numbers alone")
-        codes, scale, zero = weight.codes, weight.scale, weight.zero
+        codes, scale, zero = weight.codes, weight.scale_in_fp32(), weight.zero
         self._outs = len(codes)
         self._group = _taken_group(weight.group)
         times = weight.group // self._group

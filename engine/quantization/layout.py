@@ -102,6 +102,15 @@ def checked(scales: Tensor, name: str) -> Tensor:
     return wide
 
 
+def in_sixteen_bits(scale: Tensor) -> Tensor:
+    """Return scales in bfloat16 or float16, as most are on disk, where one of these holds all of them as they are.
+
+    scale: in fp32; scales in fewer bits are returned as they are.
+    """
+    narrow = (scale.to(dtype) for dtype in (torch.bfloat16, torch.float16) if scale.dtype is torch.float32)
+    return next((each for each in narrow if torch.equal(each.float(), scale)), scale)
+
+
 def read_as(name: str, shape: tuple[int, ...] | None, dtypes: tuple[torch.dtype, ...]) -> dict[str, StoredTensor]:
     """Return what one tensor must be, by its name. shape: None = any."""
     return {name: StoredTensor(shape, dtypes)}

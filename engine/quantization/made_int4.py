@@ -83,4 +83,4 @@ class MadeInt4Linear(FourBitLinear):
         layer.weight_zero.data.fill_(MIDDLE)
         for parameter in (layer.weight, layer.weight_scale, layer.weight_zero):
             parameter.mark_loaded()
-        self._hold(layer)
+        super().load(layer)

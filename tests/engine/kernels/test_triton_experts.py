@@ -26,6 +26,7 @@ from tests.long import examples
 from tests.triton_compiler import compiled
 
 KINDS = ["fp32", "bf16", "int8", "fp8", "int4", "mxfp4", "nvfp4", "blocks"]
+HELD = [torch.float32, torch.bfloat16, torch.float16]  # scales of int4
 
 
 @pytest.fixture(autouse=True)
@@ -45,9 +46,10 @@ def coded(layer, kind, random, dtype):
         plain = weight.float() * scale.repeat_interleave(2, 0).repeat_interleave(group, 1)
     else:
         weight = torch.randint(0, 256, (outs, ins // 2), generator=random).to(torch.uint8)
-        if kind == "int4":
-            zero = torch.randint(0, 17, scale.shape, generator=random).to(torch.uint8)
         scale = torch.randint(118, 126, scale.shape, generator=random).byte() if kind == "mxfp4" else scale / 8
+        if kind == "int4":  # experts need not hold theirs in the same bits
+            zero = torch.randint(0, 17, scale.shape, generator=random).to(torch.uint8)
+            scale = scale.to(HELD[int(torch.randint(len(HELD), (), generator=random))])
         if kind == "nvfp4":
             scale, whole = (scale * 8 + 1).to(torch.float8_e4m3fn), torch.rand(outs, generator=random) / 8
         plain = dequantised(FourBits(weight, scale, zero, whole), torch.float32)

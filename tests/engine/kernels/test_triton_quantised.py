@@ -95,14 +95,15 @@ def test_few_rows_with_int8_weights(dtype, rows, outs, ins):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("outs", "ins", "group"), [(16, 128, 32), (33, 144, 16), (5, 24, 24)])
-@pytest.mark.parametrize("kind", ["int4", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("kind", ["int4", "int4 bfloat16", "int4 float16", "nvfp4", "mxfp4"])
 @pytest.mark.parametrize("rows", [0, 1, 17])
 def test_few_rows_with_weights_of_four_bits(dtype, rows, outs, ins, group, kind):
     generator = torch.Generator().manual_seed(1)
     codes = torch.randint(0, 256, (outs, ins // 2), generator=generator).to(DEVICE, torch.uint8)
     scale = some(outs, ins // group, seed=2) / 16  # of either sign
     zero = whole = None
-    if kind == "int4":
+    if kind.startswith("int4"):
+        scale = scale.to(getattr(torch, kind.removeprefix("int4").strip() or "float32"))
         zero = torch.randint(0, 17, scale.shape, generator=generator).to(DEVICE, torch.uint8)
     elif kind == "mxfp4":
         scale = torch.randint(118, 126, scale.shape, generator=generator).to(DEVICE, torch.uint8)

@@ -12,8 +12,9 @@ OUTS, INS = 4096, 12288  # of Qwen3-8B: the way back of an MLP
 def four_bits(group: int, floats: bool = False) -> TritonFourBitLinear:
     groups = INS // group
     zero = None if floats else torch.full((OUTS, groups), 8, dtype=torch.uint8)
-    # Scales in groups of 32 are exponents, as MXFP4's, in groups of 16 of e4m3, as NVFP4's.
-    scale = torch.ones(OUTS, groups, dtype={32: torch.uint8, 16: E4M3}.get(group, torch.float32))
+    # Scales in groups of 32 are exponents, as MXFP4's, in groups of 16 of e4m3, as NVFP4's, in others as on disk.
+    held = {16: E4M3, 32: torch.uint8, 128: torch.bfloat16, INS: torch.float16}
+    scale = torch.ones(OUTS, groups, dtype=held.get(group, torch.float32))
     whole = torch.ones(OUTS) if group == 16 else None
     return TritonFourBitLinear(FourBits(torch.zeros(OUTS, INS // 2, dtype=torch.uint8), scale, zero, whole))
 

@@ -231,6 +231,23 @@ def test_torchs_product_takes_the_place_of_codes_and_holds_no_more_than_they_did
     assert held <= before if supported else held == 2 * before - layer.bias.nbytes
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_scales_are_held_in_as_many_bits_as_on_disk(dtype) -> None:
+    """On GPUs, whose kernels read them there, and until CPUs' kernels have taken theirs."""
+    layer, _ = filled(INT4)
+    stored = (torch.rand(layer.weight_scale.shape, generator=torch.Generator().manual_seed(2)) / 300).to(dtype)
+    before = layer.weight_scale.data = torch.zeros(stored.shape)
+    layer.weight_scale.load(TensorSource(stored))
+    layer.method.load(layer)
+    assert layer.weight_scale.dtype is dtype
+    assert layer.weight_scale.nbytes * 4 == before.nbytes * dtype.itemsize
+    whole = dequantised(FourBits(layer.weight, stored.float(), layer.weight_zero), torch.float32)
+    x = normal(3, INS)
+    torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, whole, layer.bias))
+    choose_products(layer, kernels_of("native", torch.float32))
+    torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, whole, layer.bias))
+
+
 def test_a_kernel_is_given_codes_scales_and_zeros_once() -> None:
     layer, whole = filled(INT4)
     given = []
