@@ -138,7 +138,7 @@ class FourBitLinear(QuantizedLinear):
         self._hold(layer)
 
     def _scales_dtype(self, plain: ShardedParameter) -> torch.dtype:
-        """Return what scales are loaded in; where nothing is, as for a plan, what they are held in after loading."""
+        """Return what scales are loaded in; where nothing is, as for a plan, the most that they are held in later."""
         loaded = self._layout.scale_dtype
         if plain.device.type != "meta" or loaded is not torch.float32:
             return loaded

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -60,6 +62,14 @@ def held_cache(group, config):
 def test_weights_are_what_one_rank_loads(folders, name, dtype):
     folder, config = open_model(str(folders[name])), settings(folders[name], 1, dtype)
     full = resolve(config, folder.config)
+    assert held_weights(SoloGroup(), folder, full) == footprint_of(full, folder.config).weight_bytes
+
+
+@pytest.mark.parametrize("method", ["int4", "int8"])
+def test_weights_made_small_are_what_one_rank_loads(folders, method):
+    """As a GPU holds them: none of a CPU's kernels has packed them."""
+    folder, config = open_model(str(folders["demo"])), settings(folders["demo"], 1, "bfloat16")
+    full = resolve(replace(config, quantization=method), folder.config)
     assert held_weights(SoloGroup(), folder, full) == footprint_of(full, folder.config).weight_bytes
 
 
