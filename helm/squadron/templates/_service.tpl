@@ -24,6 +24,10 @@ spec:
 {{/* Refuses a Service that clients would not get through to. */}}
 {{- define "squadron.checkService" -}}
 {{- $service := .Values.service -}}
+{{- $port := int $service.port -}}
+{{- if or (has $port (list 6379 8080 8265 52365)) (and (gt $port 10000) (lt $port 20000)) -}}
+{{- fail (printf "service.port: Ray listens on %d in the pods; give another, such as 8000" $port) -}}
+{{- end -}}
 {{- if ne $service.type "LoadBalancer" -}}
 {{- range $name := list "loadBalancerClass" "loadBalancerSourceRanges" -}}
 {{- if get $service $name }}{{ fail (printf "service.%s: a Service of type %s has no load balancer; set service.type=LoadBalancer, or leave it out" $name $service.type) }}{{ end -}}
