@@ -295,6 +295,19 @@ BY_TEMPLATE = {
         {"models": [{"model": "demo", "hf_overrides": "{a}"}]},
         "models[0].hf_overrides: is no JSON",
     ),
+    "batches on the disk of the image": (
+        {"app": {"batch_dir": "/data/batches"}},
+        "app.batch_dir: /data/batches is on no volume, and the disk of the image is read-only; mount one there by "
+        "extraVolumes and extraVolumeMounts, or give a URL such as s3://bucket/squadron",
+    ),
+    "incidents beside a volume": (
+        {
+            "app": {"record_incidents": "/database"},
+            "extraVolumes": [{"name": "data", "emptyDir": {}}],
+            "extraVolumeMounts": [{"name": "data", "mountPath": "/data"}],
+        },
+        "app.record_incidents: /database is on no volume",
+    ),
     "a mount of no volume": (
         {"extraVolumeMounts": [{"name": "data", "mountPath": "/data"}]},
         'extraVolumeMounts[0].name: there is no volume "data"; add one of that name to extraVolumes',

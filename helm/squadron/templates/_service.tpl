@@ -42,6 +42,27 @@ spec:
 {{- end -}}
 {{- end -}}
 
+{{/* Refuses folders that pods cannot write to: the disk of their image is read-only. */}}
+{{- define "squadron.checkFolders" -}}
+{{- $writable := list "/tmp" "/var/lib/squadron" -}}
+{{- range .Values.extraVolumeMounts }}{{ $writable = append $writable .mountPath }}{{ end -}}
+{{- range .Values.workerGroups -}}
+{{- range .volumeMounts }}{{ $writable = append $writable .mountPath }}{{ end -}}
+{{- end -}}
+{{- range $name, $else := dict "batch_dir" "a URL such as s3://bucket/squadron" "record_incidents" "/tmp/incidents" -}}
+{{- $folder := get $.Values.app $name | default "" | trimPrefix "file://" -}}
+{{- if and $folder (not (contains "://" $folder)) -}}
+{{- $held := false -}}
+{{- range $writable -}}
+{{- if hasPrefix (printf "%s/" (trimSuffix "/" .)) (printf "%s/" $folder) }}{{ $held = true }}{{ end -}}
+{{- end -}}
+{{- if not $held -}}
+{{- fail (printf "app.%s: %s is on no volume, and the disk of the image is read-only; mount one there by extraVolumes and extraVolumeMounts, or give %s" $name $folder $else) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Refuses pods that would be killed while their streams may still run. */}}
 {{- define "squadron.checkGrace" -}}
 {{- $known := .Files.Get "defaults/app.yaml" | fromYaml -}}
