@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from math import isfinite
 from typing import Any
 
 import typer
 from pydantic import ValidationError
 
+from cluster.config_values import short_number
+
 # By how pydantic's type of the error begins: what is wanted, and one that most flags take.
 KINDS = {"int": ("whole number", "8"), "float": ("number", "0.5")}
 DURATION = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(ms|s|sec|seconds?|m|min|minutes?)\s*")
+THOUSANDS = re.compile(r"[0-9]{1,3}(,[0-9]{3})+")
+EXACT = 1e15  # below which a float holds every whole number
 UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0}
 ADDRESS = ("--port", "--host")
 
@@ -60,14 +65,17 @@ def _in_seconds(text: str) -> str | None:
 
 
 def _meant(text: str, wanted: str) -> str | None:
-    """Return a number as this parser takes it, of one that is written as 1e3, 1,024, 90%, 5m or 2.5."""
+    """Return a number as this parser takes it, of one that is written as 1e3, 1,024, 1k, 0,9, 90% or 5m."""
     if wanted == "number" and text.endswith("%"):
         return _meant_share(text[:-1])
+    plain = text.replace(",", "") if THOUSANDS.fullmatch(text) else text.replace(",", ".")
     try:
-        number = float(text.replace(",", ""))
+        number = float(plain if wanted == "number" else short_number(plain))
     except ValueError:
         return _in_seconds(text) if wanted == "number" else None
-    return f"{number:g}" if wanted == "number" else f"{number:.0f}" if abs(number) < 1e15 else None
+    if wanted == "number":
+        return f"{number:g}" if isfinite(number) else None
+    return f"{number:.0f}" if abs(number) < EXACT and number.is_integer() else None
 
 
 def _meant_share(percent: str) -> str | None:
