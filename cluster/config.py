@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from cluster.config_values import (
@@ -22,6 +22,7 @@ from cluster.config_values import (
     MIGRATIONS,
     POOLINGS,
     REASONING_PARSERS,
+    SHORT_NUMBERS,
     TOOL_PARSERS,
     ContextLength,
     Count,
@@ -36,6 +37,7 @@ from cluster.config_values import (
     Short,
     Sizes,
     checked_endpoint,
+    listen_host,
     one_of,
     some_key,
 )
@@ -47,6 +49,7 @@ from engine.near_name import near_name
 from engine.text.tokenizer import read_chat_template
 
 NO_KEYS: Mapping[str, None] = {"api_key": None, "api_key_file": None, "metrics_key": None}  # for those who need none
+SECRET = ("api_key", "metrics_key")  # which no message repeats
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=False))
@@ -191,10 +194,10 @@ class ClusterConfig(ServedModelConfig):
 
     routers: Count = 1
     ingress: Annotated[str, one_of(INGRESSES)] = "auto"
-    host: str = "127.0.0.1"
+    host: Annotated[str, AfterValidator(listen_host)] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     grpc_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    api_key: Annotated[str, AfterValidator(some_key)] | None = None
+    api_key: Annotated[str, BeforeValidator(some_key)] | None = None
     api_key_file: str | None = None
     allowed_hosts: HostNames | None = None
     allowed_origins: Origins | None = None
@@ -246,6 +249,7 @@ def parse_config(values: Mapping[str, Any]) -> ClusterConfig:
         config = TypeAdapter(ClusterConfig).validate_python(settings)
     except ValidationError as error:
         raise _as_config_error(error) from None
+    _check_given(settings, config)
     if "replicas" not in settings and config.max_replicas is not None:
         config = replace(config, replicas=max(config.replicas, config.min_replicas or 0))
     _check_names(config)
@@ -264,7 +268,7 @@ def scaling_settings(config: ServedModelConfig) -> ScalingSettings | None:
         if config.min_replicas is not None:
             raise ConfigError(
                 f"max_replicas is missing: min_replicas={least} bounds autoscaling, so give max_replicas too, such "
-                f"as {max(least, config.replicas) + 1}, or replicas alone",
+                f"as {max(least, config.replicas) + 1}, or replicas={max(least, 1)} alone",
                 "max_replicas",
             )
         return None
@@ -275,7 +279,7 @@ def scaling_settings(config: ServedModelConfig) -> ScalingSettings | None:
     )
     if not max(least, 1) <= config.replicas <= most:
         raise ConfigError(
-            f"replicas must lie between {max(least, 1)} and {most}, as min_replicas and max_replicas say, "
+            f"replicas must be between {max(least, 1)} and {most}, as min_replicas and max_replicas say, "
             f"not {config.replicas}",
             "replicas",
         )
@@ -291,6 +295,22 @@ def resolve_config(values: Mapping[str, Any]) -> ClusterConfig:
     found = resolve_model(config.source)
     model = found if config.revision is None else split_revision(found)[0]
     return replace(config, model=model, served_model_name=config.names)
+
+
+def _check_given(settings: Mapping[str, Any], config: ClusterConfig) -> None:
+    """Refuse what pydantic takes: `port: yes`, which YAML reads as true, for 1; and blank texts."""
+    for name, value in settings.items():
+        if isinstance(value, bool) and not isinstance(getattr(config, name), bool):
+            raise ConfigError(f"{name}: must be a number{_such_as(name)}, not {value}", name)
+        if isinstance(value, str) and not value.strip():
+            usual = _default(name)
+            example = f", or give a value such as {usual}" if isinstance(usual, str) else ""
+            raise ConfigError(f"{name}: is empty; leave it out{example}", name)
+    if config.port and config.port == config.grpc_port:
+        raise ConfigError(
+            f"grpc_port={config.grpc_port} is the port of HTTP already; give another, or 0 for any free one",
+            "grpc_port",
+        )
 
 
 def _check_names(config: ClusterConfig) -> None:
@@ -328,8 +348,30 @@ def refuse_unknown(key: str, known: Sequence[str]) -> None:
     raise ConfigError(f"unknown setting {key}; {hint}", key)
 
 
+def _default(name: str) -> Any:
+    return next((f.default for f in fields(ClusterConfig) if f.name == name), None)
+
+
+def _such_as(name: str) -> str:
+    """Return an example of a setting that is a number, where one is at hand."""
+    if name in SHORT_NUMBERS:
+        return " such as 32768 or 32k"
+    default = _default(name)
+    return f" such as {default}" if isinstance(default, int | float) else ""
+
+
 def _as_config_error(error: ValidationError) -> ConfigError:
     first = error.errors()[0]
     name = str(first["loc"][0]) if first["loc"] else "model"
+    said, kind = first["input"], first["type"]
     message = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
-    return ConfigError(f"{name}: {message}, not {first['input']!r}", name)
+    if kind.startswith("int_"):
+        message = f"must be a whole number{_such_as(name)}"
+    elif kind in ("float_parsing", "float_type"):
+        message = f"must be a number{_such_as(name)}"
+    elif kind.startswith("bool_"):
+        message = "must be true or false"
+    elif kind == "string_type":
+        quoted = f": put it in quotes, as in '{said}'" if isinstance(said, int | float) else ""
+        message = f"must be a text{quoted}"
+    return ConfigError(f"{name}: {message}" + ("" if name in SECRET else f", not {said!r}"), name)

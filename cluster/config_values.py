@@ -5,6 +5,7 @@ Configuration is read by all that starts, so this module imports nothing else of
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -77,6 +78,15 @@ def context_length(value: Any) -> Any:
     return None if value in ("auto", "-1", -1) else short_number(value)
 
 
+# Settings that are read so.
+SHORT_NUMBERS = (
+    "max_model_len",
+    "max_num_batched_tokens",
+    "kv_cache_memory_bytes",
+    "max_inflight_tokens",
+    "max_body_bytes",
+    "max_file_bytes",
+)
 Short = BeforeValidator(short_number)  # of numbers of tokens and bytes
 ContextLength = Annotated[int | None, BeforeValidator(context_length)]
 
@@ -145,8 +155,22 @@ HostNames = Annotated[tuple[str, ...], _each(host_name)]
 Origins = Annotated[tuple[str, ...], _each(site_origin)]
 
 
-def some_key(key: str) -> str:
-    """Return a key; raises `ValueError` for an empty one."""
+def listen_host(host: str) -> str:
+    """Return an address or a name to listen on. Raises `ValueError` for what is none, such as a URL."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        if not re.fullmatch(r"\w([-\w.]*\w)?", host):
+            raise ValueError(
+                "must be an address or a name without scheme or port, such as 127.0.0.1, 0.0.0.0 or ::"
+            ) from None
+    return host
+
+
+def some_key(key: Any) -> Any:
+    """Return a key; raises `ValueError` for an empty one, and for what is no text."""
+    if not isinstance(key, str):
+        raise ValueError("must be one key, in quotes if it is a number; several go in a file as --api-key-file")
     if not key.strip():
         raise ValueError("must be a key; leave it out for a server that is open to all")
     return key

@@ -239,7 +239,10 @@ class KeyFile:
             stamp = self._stamp()
             self.ring = self._read()
         except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror or error}", "api_key_file") from error
+            raise ConfigError(
+                f"api_key_file: {path} cannot be read: {error.strerror or error}; `squadron keys new` makes entries",
+                "api_key_file",
+            ) from error
         self._taken: Stamp | None = stamp  # what `ring` or the last complaint was made from; None = there was no file
         self._seen: Stamp | None = stamp  # what the last poll saw
 

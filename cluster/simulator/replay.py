@@ -81,7 +81,9 @@ def read(paths: Iterable[Path]) -> list[RouterRecord]:
                 if number > 1 and not line.endswith(b"}"):
                     break  # its router died while it wrote
                 raise ConfigError(
-                    f"{path}: line {number} is not of an incident's record: {error!r}", "replay"
+                    f"{path}: line {number} is not of an incident's record; give files that --record-incidents has "
+                    "written",
+                    "replay",
                 ) from error
             records.setdefault(router, RouterRecord(router)).events.append(told)
     if not records:

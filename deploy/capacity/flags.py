@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from deploy.cli.flags import seconds
+from deploy.cli.wrong_values import seconds
 
 LOAD = "Load"
 USUAL_INPUT = "1024, or what the context allows"

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from deploy.chart.pods import Anything, Count, Cpu, NotNegative, OptionalName, Part, Percent, Port, Quantity, Texts
+from deploy.chart.pods import (
+    Anything,
+    Count,
+    Cpu,
+    Labels,
+    NotNegative,
+    OptionalName,
+    Part,
+    Percent,
+    Port,
+    Quantity,
+    Texts,
+    named_as,
+)
 from deploy.observability.alerts import TTFT_SECONDS
 
 
@@ -107,21 +120,25 @@ class DisruptionBudget(Part):
     )
 
 
+# A misspelt selector would let in more than was meant: what it leaves out selects everything.
+Peer = Annotated[dict[str, Any], named_as("^(podSelector|namespaceSelector|ipBlock)$", type="object")]
+
+
 class NetworkPolicy(Part):
     """Allowed connections from and to the pods."""
 
     enabled: bool = Field(default=True, description="Create a NetworkPolicy that refuses all other connections.")
-    clients: list[Anything] = Field(
+    clients: list[Peer] = Field(
         default=[{"podSelector": {}}],
         description="Peers that may use the endpoint, such as pods of the namespace. Add an ingress controller.",
     )
-    operator: list[Anything] = Field(
+    operator: list[Peer] = Field(
         default=[
             {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}}
         ],
         description="Peers that may control Ray: KubeRay's operator.",
     )
-    monitoring: list[Anything] = Field(
+    monitoring: list[Peer] = Field(
         default=[], description="Peers that may read metrics, such as Prometheus; required with podMonitor.enabled."
     )
     hub: bool = Field(default=True, description="Let pods reach port 443 anywhere, to fetch models.")
@@ -162,14 +179,14 @@ class PodMonitor(Part):
 
     enabled: bool = Field(default=False, description="Create it.")
     interval: str = Field(default="15s", pattern=r"^[0-9]+(ms|s|m)$", description="Time between two scrapes.")
-    labels: Texts = Field(default={}, description="Labels that Prometheus selects.")
+    labels: Labels = Field(default={}, description="Labels that Prometheus selects.")
 
 
 class PrometheusRule(Part):
     """A PrometheusRule for the Prometheus operator, with Squadron's alerts."""
 
     enabled: bool = Field(default=False, description="Create it, for this release's service.")
-    labels: Texts = Field(default={}, description="Labels that Prometheus selects.")
+    labels: Labels = Field(default={}, description="Labels that Prometheus selects.")
     ttftSeconds: float = Field(
         default=TTFT_SECONDS, gt=0, description="Time to first token (p95, seconds) above which an alert fires."
     )
@@ -179,7 +196,7 @@ class Dashboards(Part):
     """Grafana dashboards as ConfigMaps."""
 
     enabled: bool = Field(default=False, description="Create them; one set is enough for a Grafana.")
-    labels: Texts = Field(default={"grafana_dashboard": "1"}, description="Labels that Grafana's sidecar selects.")
+    labels: Labels = Field(default={"grafana_dashboard": "1"}, description="Labels that Grafana's sidecar selects.")
     annotations: Texts = Field(default={}, description="Annotations, such as grafana_folder.")
 
 

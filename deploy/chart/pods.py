@@ -8,15 +8,35 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
 # As a pattern binds texts alone, numbers pass it too, which is how CPUs are mostly written.
-Cpu = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?m?$", json_schema_extra={"type": ["string", "number"]})]
+Cpu = Annotated[
+    str,
+    Field(pattern=r"^[0-9]+(\.[0-9]+)?m?$", json_schema_extra={"type": ["string", "number"], "exclusiveMinimum": 0}),
+]
+NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 OptionalName = Annotated[str, Field(pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", max_length=253)]
 Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Percent = Annotated[int, Field(ge=0, le=100)]
 Texts = dict[str, str]
-Amount = Annotated[str, Field(pattern=r"^[0-9]+[A-Za-z]{0,2}$", json_schema_extra={"type": ["string", "integer"]})]
-Amounts = dict[str, Amount]
+
+
+def named_as(names: str, **value: Any) -> Any:
+    """Return the field of a map whose names match this pattern, and whose values have this schema."""
+    return Field(json_schema_extra={"patternProperties": {names: value}, "additionalProperties": False})
+
+
+LABEL = r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+# Kubernetes takes no resource without a domain but its own. For these a template says where they are set.
+OWN = "hugepages-.*|cpu|memory|ephemeral-storage"
+Amounts = Annotated[
+    dict[str, str],
+    named_as(rf"^([-a-z0-9.]+/[-A-Za-z0-9_.]+|{OWN})$", pattern=r"^[0-9]+[A-Za-z]{0,2}$", type=["string", "integer"]),
+]
+Labels = Annotated[
+    dict[str, str],
+    named_as(f"^{LABEL}$", pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?$", type="string"),
+]
 Anything = dict[str, Any]  # a piece of a Kubernetes object, which Kubernetes itself checks
 
 
@@ -31,7 +51,8 @@ PullSecret = Annotated[
     Field(
         json_schema_extra={
             "type": ["string", "object"],
-            "properties": {"name": {"type": "string"}},
+            "properties": {"name": {"type": "string", "pattern": NAME}},
+            "pattern": NAME,  # of the secret, where it is a text
             "required": ["name"],
             "additionalProperties": False,
         }
@@ -47,9 +68,14 @@ class Image(Part):
         pattern=r"^([-a-z0-9.]+(:[0-9]+)?(/[-a-z0-9._/]+)?)?$",
         description="Registry, such as registry.example.com/team; empty = as the repository says.",
     )
-    repository: str = Field(default="squadron", min_length=1, description="Image with Squadron, Python and bash.")
+    repository: str = Field(
+        default="squadron",
+        pattern=r"^[-a-z0-9.]+(:[0-9]+)?(/[-a-z0-9._]+)*$",
+        description="Image with Squadron, Python and bash.",
+    )
     tag: str = Field(
         default="",
+        pattern=r"^([A-Za-z0-9_][-A-Za-z0-9_.]{0,127})?$",
         description="Tag; empty = the chart's appVersion, with -cuda if a worker group has accelerators.",
     )
     digest: str = Field(default="", pattern=r"^(sha256:[0-9a-f]{64})?$", description="Digest; overrides the tag.")
@@ -57,6 +83,9 @@ class Image(Part):
     pullSecrets: list[PullSecret] = Field(
         default=[], description="Secrets for the registry, by name: [regcred], or [{name: regcred}] as in a pod."
     )
+
+
+Cidr = Annotated[str, Field(pattern=r"^[0-9a-f.:]+/[0-9]{1,3}$")]
 
 
 class ServiceValues(Part):
@@ -69,7 +98,7 @@ class ServiceValues(Part):
     )
     annotations: Texts = Field(default={}, description="Its annotations, such as those of a cloud's load balancer.")
     loadBalancerClass: str = Field(default="", description="Class of the load balancer, for type LoadBalancer.")
-    loadBalancerSourceRanges: list[str] = Field(
+    loadBalancerSourceRanges: list[Cidr] = Field(
         default=[],
         description="Addresses that may use the load balancer, such as 203.0.113.0/24; the NetworkPolicy lets them "
         "in.",
@@ -107,7 +136,7 @@ class Accelerator(Part):
 class EnvVar(Part):
     """An environment variable."""
 
-    name: str = Field(min_length=1, description="Name.")
+    name: str = Field(pattern=r"^[-._A-Za-z][-._A-Za-z0-9]*$", description="Name.")
     value: str | None = Field(default=None, description="Value.")
     valueFrom: Anything | None = Field(default=None, description="Source of the value, such as a key of a secret.")
 
@@ -147,9 +176,9 @@ class WorkerGroup(Part):
         ge=80_000_000,
         description="Bytes of /dev/shm for Ray's objects; Squadron needs few.",
     )
-    labels: Texts = Field(default={}, description="More labels for the worker pods.")
+    labels: Labels = Field(default={}, description="More labels for the worker pods.")
     annotations: Texts = Field(default={}, description="Annotations of the worker pods.")
-    nodeSelector: Texts = Field(default={}, description="Required labels of the node.")
+    nodeSelector: Labels = Field(default={}, description="Required labels of the node.")
     tolerations: list[Anything] = Field(default=[], description="Tolerations for the worker pods.")
     affinity: Anything = Field(default={}, description="Affinity.")
     topologySpreadConstraints: list[Anything] = Field(
@@ -168,7 +197,7 @@ class WorkerGroup(Part):
     resourceClaims: list[Anything] = Field(
         default=[], description="Claims of devices (DRA), as in a pod; its containers get all of them."
     )
-    capabilities: list[str] = Field(
+    capabilities: list[Annotated[str, Field(pattern=r"^[A-Z][A-Z_]*$")]] = Field(
         default=[],
         description="Capabilities beyond none, such as IPC_LOCK; the namespace must allow them (see the README).",
     )
@@ -191,9 +220,9 @@ class RayHead(Part):
     objectStoreBytes: int = Field(
         default=200_000_000, ge=80_000_000, description="Bytes of /dev/shm for Ray's objects."
     )
-    labels: Texts = Field(default={}, description="More labels for the head pod.")
+    labels: Labels = Field(default={}, description="More labels for the head pod.")
     annotations: Texts = Field(default={}, description="Annotations of the head pod.")
-    nodeSelector: Texts = Field(default={}, description="Required labels of the node.")
+    nodeSelector: Labels = Field(default={}, description="Required labels of the node.")
     tolerations: list[Anything] = Field(default=[], description="Tolerations for the head pod.")
     affinity: Anything = Field(default={}, description="Affinity.")
     priorityClassName: str = Field(default="", description="Priority class.")

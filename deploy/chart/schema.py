@@ -12,8 +12,9 @@ from pydantic import TypeAdapter
 
 from cluster.app_config import APP_WIDE, PER_MODEL
 from cluster.config import ClusterConfig
+from cluster.config_values import SHORT_NUMBERS
 from deploy.chart.values import Values
-from deploy.cli.flags import CHOICES, POSITIONAL, SHORT_NUMBERS, settings
+from deploy.cli.flags import CHOICES, POSITIONAL, settings
 from engine.config import LEAST_GROUP
 
 # What the chart says itself: where to listen, where keys are, and what it has no Service or NetworkPolicy for.
@@ -22,6 +23,8 @@ APP_SETTINGS = tuple(name for name in APP_WIDE if name not in OWNED_BY_CHART)
 MODEL_HELP = "A folder in the pods, a hub id, or 'demo'."
 # Lists that one string may hold, too.
 LISTS = ("served_model_name", "cudagraph_capture_sizes", "allowed_hosts", "allowed_origins")
+# Texts of JSON that a map may say, too.
+OBJECTS = ("hf_overrides", "override_generation_config")
 # Numbers as people write them: `cluster.config_values.short_number`.
 SHORT = r"[0-9]+(\.[0-9]+)?[kmgt]|[0-9]+[KMGT]"
 # What configs refuse when they are made, which their annotations do not say.
@@ -71,6 +74,11 @@ def _schema(name: str, schema: Mapping[str, Any], text: str) -> dict[str, Any]:
     if name in CHOICES:
         choices: list[str | None] = list(CHOICES[name])
         described["enum"] = choices + [None] * ("null" in described["type"])
+    if "string" in described["type"] and not {"enum", "pattern", "items"} & set(described):
+        described["pattern"] = r"\S"  # the app refuses blank texts
+    if name in OBJECTS:
+        described["type"] = ["object", *described["type"]]
+        described["pattern"] = r"^\s*\{[\s\S]*\}\s*$"
     if name in LISTS:
         described["type"] = ["string", *described["type"]]
     if name in SHORT_NUMBERS:

@@ -24,6 +24,7 @@ from deploy.chart.pods import (
     Disk,
     EnvVar,
     Image,
+    Labels,
     ModelCache,
     ModelHub,
     NotNegative,
@@ -100,7 +101,7 @@ class Values(Part):
     extraEnv: list[EnvVar] = Field(default=[], description="More environment variables for all Ray containers.")
     extraVolumes: list[Anything] = Field(default=[], description="More volumes for all pods.")
     extraVolumeMounts: list[Anything] = Field(default=[], description="Their mounts in all Ray containers.")
-    labels: Texts = Field(default={}, description="More labels for all objects.")
+    labels: Labels = Field(default={}, description="More labels for all objects.")
     annotations: Texts = Field(
         default={}, description="Annotations of the RayService and the RayJob, such as those of KubeRay."
     )

@@ -9,9 +9,8 @@ import yaml
 
 from cluster.app_config import AppConfig
 from cluster.config import ClusterConfig
-from cluster.model_names import resolve_model
 from cluster.resources import AppResources, ModelResources, model_resources
-from deploy.cli.model_files import each_model, read_model_config
+from deploy.cli.model_files import check_texts, each_model
 from engine.config import EngineConfig
 from engine.models.blueprint import blueprint
 from engine.models.config import ModelConfig
@@ -37,7 +36,7 @@ def make_plan(config: ClusterConfig) -> Plan:
 
     Raises `ConfigError`, `CheckpointError` or `ShardingError`.
     """
-    model = read_model_config(resolve_model(config.source), config.model_impl, config.hf_overrides)
+    model = check_texts(config)
     resolved = resolve(config.engine, model)
     check_model(resolved, model)
     return Plan(config, resolved, model)

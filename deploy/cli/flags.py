@@ -6,6 +6,7 @@ Flags of `vllm serve` that are none here say what to do instead (`deploy.cli.vll
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -28,6 +29,7 @@ from cluster.config_values import (
     MIGRATIONS,
     POOLINGS,
     REASONING_PARSERS,
+    SHORT_NUMBERS,
     TOOL_PARSERS,
 )
 from cluster.routing_policies import ROUTING_POLICIES
@@ -38,10 +40,12 @@ from deploy.cli.vllm_flags import (
     advice_on,
     join_names,
     our_spelling,
+    parted,
     without_last_name,
     without_more_keys,
     without_vllms,
 )
+from deploy.cli.wrong_values import without_value
 from engine.config import (
     ATTENTION_BACKENDS,
     DEVICES,
@@ -57,14 +61,7 @@ from engine.near_name import near_name
 POSITIONAL = "model"
 SEVERAL_KEYS = "--api-key takes one key: give several in a file of `squadron keys new` as --api-key-file"
 MODEL_FLAG = "model_flag"
-SHORT_NUMBERS = (
-    "max_model_len",
-    "max_num_batched_tokens",
-    "kv_cache_memory_bytes",
-    "max_inflight_tokens",
-    "max_body_bytes",
-    "max_file_bytes",
-)
+IN_JSON = ("--hf-overrides", "--override-generation-config")
 CHOICES = {
     "model_impl": MODEL_IMPLS,
     "dtype": DTYPES,
@@ -184,8 +181,11 @@ class SettingsCommand(TyperCommand):
         try:
             return super().parse_args(ctx, list(given))  # which it empties
         except Exception as error:
-            # Typer exports no class for unknown options; this attribute is what tells them from other errors.
-            if hasattr(error, "possibilities"):
+            # Typer exports no class for these errors; an attribute, or what they say, tells them from each other.
+            message = str(getattr(error, "message", ""))
+            if message.endswith("does not take a value."):
+                error.message = without_value(error.option_name, own)  # type: ignore[attr-defined]  # see above
+            elif hasattr(error, "possibilities"):
                 error.message = _unknown(error.option_name, given, own)  # type: ignore[attr-defined]  # see above
                 error.possibilities = None
             raise
@@ -225,15 +225,36 @@ def _unknown(option: str, arguments: Sequence[str], own: Collection[str]) -> str
     found = advice_on(option, arguments)
     if found is not None:
         return f"No such option: {found[0]}. {found[1]}."
-    whole = option.partition(".")[0]
-    if whole in own:
-        return f"No such option: {option}. Give {whole} one JSON object."
+    if (apart := parted(option, arguments, own)) is not None:
+        return f"No such option: {apart.replace(' ', '')}. Write {apart}."
+    whole, _, part = option.partition(".")
+    if whole in own and whole in IN_JSON:
+        return f"No such option: {option}. Give {whole} one JSON object, such as '{_in_json(part)}'."
+    if f"--{option.removeprefix('--no-').removeprefix('--')}" not in own and _is_setting(option):
+        return f"No such option: {option}. It is for `squadron serve` and changes nothing here: leave it out."
+    return f"No such option: {option}{_near(option, own)}"
+
+
+def _in_json(path: str) -> str:
+    """Return the JSON object whose part `a.b` vLLM takes as a flag of its own."""
+    value: Any = "VALUE"
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return json.dumps(value)
+
+
+def _near(option: str, own: Collection[str]) -> str:
+    """Return what to say of a flag that is nearly one of ours or of vLLM's."""
     near = near_name(option, [*(name for name in own if name.startswith("--")), *ADVICE])
     if near is None:
-        return f"No such option: {option}"
-    if near in ADVICE:
-        return f"No such option: {option}, nor vLLM's {near}. {ADVICE[near].text}."
-    return f"No such option: {option}. Did you mean {near}?"
+        return ""
+    return f", nor vLLM's {near}. {ADVICE[near].text}." if near in ADVICE else f". Did you mean {near}?"
+
+
+def _is_setting(option: str) -> bool:
+    """Whether a flag, or `--no-` and its name, is one of `squadron serve`."""
+    name = option.removeprefix("--no-").removeprefix("--").replace("-", "_")
+    return option.startswith("--") and any(setting.name == name for setting in settings())
 
 
 def settings() -> tuple[Setting, ...]:
@@ -286,9 +307,22 @@ def load_settings(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"{path}: must hold settings such as `replicas: 2`, one a line", "config")
     try:
-        return without_vllms({key.replace("-", "_"): value for key, value in values.items()})
+        settings = without_vllms(values)
+        if isinstance(models := settings.get("models"), list):
+            settings["models"] = [_of_one(i, entry) for i, entry in enumerate(models)]
+        return settings
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}", error.flag) from None
+
+
+def _of_one(number: int, entry: Any) -> Any:
+    """Return an entry of `models` as `without_vllms` does; what is none is refused where all are read."""
+    if not isinstance(entry, dict) or not all(isinstance(key, str) for key in entry):
+        return entry
+    try:
+        return without_vllms(entry)
+    except ConfigError as error:
+        raise ConfigError(f"models[{number}]: {error}", error.flag) from None
 
 
 def merge_settings(path: Path | None, chosen: Mapping[str, Any]) -> AppConfig:
@@ -317,21 +351,6 @@ def _without(entry: Mapping[Any, Any], chosen: Mapping[str, Any]) -> dict[Any, A
     return {key: value for key, value in entry.items() if str(key).replace("-", "_") not in chosen}
 
 
-DURATION = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(ms|s|sec|seconds?|m|min|minutes?)\s*")
-UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0}
-
-
-def seconds(text: str) -> float:
-    """Return the seconds that a flag says. Raises `typer.BadParameter` with how to write them."""
-    try:
-        return float(text)
-    except ValueError:
-        found = DURATION.fullmatch(text)
-        unit = "" if found is None else found[2] if found[2] == "ms" else found[2][0]
-        works = "a number such as 0.5" if found is None else f"{float(found[1]) * UNITS[unit]:g}"
-        raise typer.BadParameter(f"{text!r} is no number of seconds; write {works}") from None
-
-
 def in_flags(message: str) -> str:
     """Spell the settings in an engine's message as flags: `raise num_kv_blocks` -> `raise --num-kv-blocks`.
 
@@ -341,7 +360,8 @@ def in_flags(message: str) -> str:
     words = [f.name for f in fields(ClusterConfig) if f.name != POSITIONAL] + [*OF_A_BATCH, *OF_A_PLAN]
     compound = "|".join(name for name in words if "_" in name)
     plain = "|".join(name for name in words if "_" not in name)
-    found = rf"{QUOTED}|(?<![-\w./])({compound})(?!\w)|(?<![-\w./])({plain})(?==)|^({plain})(?=:| must be | is for )"
+    several = rf"(?<![-\w./])({compound})(?!\w|\.json\b)"
+    found = rf"{QUOTED}|{several}|(?<![-\w./])({plain})(?==)|^({plain})(?=:| must be | is for )"
     return re.sub(found, lambda match: match[0] if match[1] else flag(match[0]), message)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ from cluster.admission.key_file import KeyFile, parse_keys
 from cluster.admission.keys import hash_key, new_key
 from cluster.app_config import AppConfig
 from cluster.config import ClusterConfig
-from engine.errors import ConfigError
+from engine.errors import ConfigError, flag
 
 keys = typer.Typer(name="keys", help="API keys.", no_args_is_help=True)
 
@@ -46,6 +47,8 @@ def new(
 
     `squadron keys new --tenant team-a >> keys.yaml` adds the key to the file.
     """
+    if admin and scrape:
+        raise ConfigError("--admin and --scrape exclude each other: an admin's key may scrape, too", "scrape")
     key = new_key()
     entry = {
         "tenant": tenant,
@@ -63,7 +66,8 @@ def new(
         parse_keys(text, "the new key")
     except ConfigError as error:
         said = str(error).partition(": ")[2]  # without the line
-        raise ConfigError(said, said.partition(" ")[0]) from None
+        name = re.split(r"\W", said, maxsplit=1)[0]
+        raise ConfigError(f"{flag(name)}{said[len(name) :]}", name) from None
     if save_key is None:
         print(f"The key, shown this once: {key}", file=sys.stderr)
     else:

@@ -44,16 +44,18 @@ def check_files(app: AppConfig) -> None:
     For a Ray on this machine; where a cluster is joined, other machines read them. Raises `ConfigError` for a name
     that is none, and `CheckpointError` naming what lacks.
     """
-    each_model(app, _check_texts)
+    each_model(app, check_texts)
     for folder in [Path(resolve_model(config.source)) for config in app.models]:
         if folder.is_dir():
             check_weight_files(folder)
 
 
-def _check_texts(config: ClusterConfig) -> None:
+def check_texts(config: ClusterConfig) -> ModelConfig:
+    """Return a model's config, with what is said of sampling checked. Raises `CheckpointError` and `ConfigError`."""
     source = resolve_model(config.source)
-    read_model_config(source, config.model_impl, config.hf_overrides)
+    model = read_model_config(source, config.model_impl, config.hf_overrides)
     sampling_defaults(find_checkpoint(source, CONFIG_FILES), config)
+    return model
 
 
 def sets_engine(app: AppConfig) -> bool:

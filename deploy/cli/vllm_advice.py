@@ -47,6 +47,9 @@ NO_CONTEXT_PARALLEL = "A context is not split over ranks: --tensor-parallel-size
 REPLICAS = "Use --replicas: routers spread requests over them"
 REQUEST_USAGE = "A request asks for usage in its stream with stream_options.include_usage"
 NO_ACCESS_LOG = "Connections are not logged: --enable-log-requests logs requests"
+NO_ADAPTERS = "Adapters are not served: merge them into the weights"
+GRAMMARS = "Grammars are always xgrammar's: leave it out"
+ONE_PREFILL = "Use --long-prefill-token-threshold: it caps what a long prompt takes of a step"
 ROPE = """Use --hf-overrides, such as '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}'"""
 ONE_STEP = "Each step is scheduled by itself, while the one before it runs: leave it out"
 MODEL_RUNS = "Ranks are always actors of Ray, on hosts that RAY_ADDRESS leads to"
@@ -109,7 +112,7 @@ ATTENTION_AND_MAMBA = {
 STRUCTURED = {
     "--reasoning-parser-plugin": Advice(f"{PARSERS} --reasoning-parser"),
     "--guided-decoding-backend": Advice("It is always xgrammar", holds=("auto", "xgrammar")),
-    "--structured-outputs-config": Advice("Grammars are always xgrammar's: leave it out"),
+    "--structured-outputs-config": Advice(GRAMMARS),
 }
 PARALLEL = {
     "--distributed-executor-backend": Advice(MODEL_RUNS, holds=("ray",)),
@@ -222,7 +225,7 @@ LORA = dict.fromkeys(
         *("--specialize-active-lora", "--enable-mixed-moe-lora-format", "--enable-moe-shared-loras"),
         *("--max-lora-cls-labels", "--lora-modules"),
     ),
-    Advice("Adapters are not served: merge them into the weights", off=True),
+    Advice(NO_ADAPTERS, off=True),
 )
 LOGGING = {
     "--logging-config": Advice("Use --log-format json, and --verbose for Ray's own logs"),
@@ -372,6 +375,32 @@ EARLIER = {
     "--num-speculative-tokens": Advice(NO_DRAFTS),
     "--num-lookahead-slots": Advice(NO_DRAFTS, holds=("0",)),
     "--disable-frontend-multiprocessing": Advice("Routers are always processes of their own: leave it out"),
+    "--max-num-partial-prefills": Advice(ONE_PREFILL, holds=("1",)),
+    "--max-long-partial-prefills": Advice(ONE_PREFILL, holds=("1",)),
+    "--disable-async-scheduling": Advice("Use --no-async-scheduling"),
+    "--override-pooler-config": Advice("Use --embedding-pooling last or mean"),
+    "--override-attention-dtype": Advice("Use --dtype: attention has the type of the model"),
+    "--logits-processor-pattern": Advice(
+        "Requests have logit_bias, bad_words, allowed_token_ids and structured_outputs"
+    ),
+    "--lora-extra-vocab-size": Advice(NO_ADAPTERS),
+    "--long-lora-scaling-factors": Advice(NO_ADAPTERS),
+    "--enable-prompt-adapter": Advice(NO_ADAPTERS, off=True),
+    "--speculative-model": Advice(NO_DRAFTS),
+    "--speculative-draft-tensor-parallel-size": Advice(NO_DRAFTS),
+    "--ngram-prompt-lookup-max": Advice(NO_DRAFTS),
+    "--ngram-prompt-lookup-min": Advice(NO_DRAFTS),
+    "--disable-mm-preprocessor-cache": Advice(TEXT_ONLY),
+    "--enable-multimodal-encoder-data-parallel": Advice(TEXT_ONLY, off=True),
+    "--guided-decoding-disable-fallback": Advice("There is no other backend to fall back to: leave it out", on=True),
+    "--guided-decoding-disable-any-whitespace": Advice(GRAMMARS),
+    "--guided-decoding-disable-additional-properties": Advice(GRAMMARS),
+    "--num-redundant-experts": Advice(NO_BALANCE, holds=("0",)),
+    "--eplb-window-size": Advice(NO_BALANCE),
+    "--eplb-step-interval": Advice(NO_BALANCE),
+    "--eplb-log-balancedness": Advice(NO_BALANCE, off=True),
+    "--tokenizer-pool-size": Advice("Use --routers: each renders and tokenizes in threads of its own", holds=("0",)),
+    "--model-tag": Advice("Give the model as the first argument, or as --model"),
     "--calculate-kv-scales": Advice("Scales of an fp8 KV cache are the checkpoint's: leave it out", off=True),
 }
 ADVICE: Mapping[str, Advice] = (

@@ -11,6 +11,8 @@ from typing import Any
 
 from typer.core import TyperGroup
 
+from deploy.cli.wrong_values import say_what_works
+
 API_KEY = "VLLM_API_KEY"
 LEAVE_OUT = "it is not needed"
 BY_RAY = "Ray finds addresses and ports (`ray start --node-ip-address`, --link-host)"
@@ -54,6 +56,14 @@ class SquadronCommands(TyperGroup):
         if name in COMMANDS and self.get_command(ctx, name) is None:
             ctx.fail(f"No such command '{name}'. {COMMANDS[name]}.")
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command, as usual; say what works where a value or a flag does not."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            say_what_works(error)
+            raise
 
 
 def variable_notes(names: Iterable[str]) -> Iterator[str]:

@@ -89,22 +89,36 @@ def advice_on(option: str, arguments: Sequence[str]) -> tuple[str, str] | None:
         found = (one for one in arguments if one.startswith(option) and not one.startswith("--"))
         written = next(found, option).partition("=")[0]
     name = written.partition(".")[0]  # vLLM takes parts of JSON as --compilation-config.mode
-    advice = _advice("-O" if name.startswith("-O") else name)[0]
+    name = "-O" if name.startswith("-O") else name
+    advice = _advice(name)[0] or _advice(name.rstrip("0123456789"))[0]  # `-dp2`, too
     return None if advice is None else (written, advice.text)
+
+
+def parted(option: str, arguments: Sequence[str], own: Collection[str]) -> str | None:
+    """Return how to write a short flag that its value is glued to: `-tp 2` for `-tp2`; None for another."""
+    glued = next((one for one in arguments if one.startswith(option) and not one.startswith("--")), "")
+    name = glued.rstrip("0123456789")
+    return f"{name} {glued[len(name) :]}" if glued != name and name in own else None
 
 
 def without_vllms(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings of a file, by name, in our spelling and without those of vLLM that hold here anyway.
 
-    Raises `ConfigError` with what to do for others of vLLM's that are none of ours.
+    settings: their names may have dashes or underscores.
+    Raises `ConfigError` for one that is given in two spellings, and with what to do for others of vLLM's that are
+    none of ours.
     """
     ours = {name[2:].replace("-", "_"): one for one, names in ALIASES.items() for name in names if name[:2] == "--"}
-    kept = {}
-    for key, value in settings.items():
-        advice = ADVICE.get("--" + key.replace("_", "-"))
+    names = {name.replace("-", "_") for name in settings}
+    kept: dict[str, Any] = {}
+    for written, value in settings.items():
+        key = written.replace("-", "_")
+        if ours.get(key, key) in kept:
+            raise ConfigError(f"{ours.get(key, key)} is given twice; keep one of them", key)
+        advice = ADVICE.get("--" + written.replace("_", "-"))
         if advice is None:
             kept[ours.get(key, key)] = value
-        elif not _holds(advice, value) or (advice.needs and advice.needs[2:].replace("-", "_") not in settings):
+        elif not _holds(advice, value) or (advice.needs and advice.needs[2:].replace("-", "_") not in names):
             raise ConfigError(f"there is no setting {key}: {advice.text}", key)
     return kept
 
@@ -126,8 +140,9 @@ def _dashed(argument: str) -> str:
     """vLLM takes `--max_model_len`, too."""
     if not argument.startswith("--"):
         return argument
-    name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value
+    written, equals, value = argument.partition("=")
+    name, dot, part = written.partition(".")  # of a JSON object, whose names keep their underscores
+    return name.replace("_", "-") + dot + part + equals + value
 
 
 def _advice(name: str) -> tuple[Advice | None, bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import gettempdir
@@ -17,8 +17,10 @@ from cluster.private_files import close_to_others
 from engine.device.machine import SPIN
 from engine.errors import ConfigError
 from engine.kernels.compiler import chosen_isa
+from engine.near_name import near_name
 
 AUTO = "auto"
+API_KEY, METRICS_KEY = KEYS = ("SQUADRON_API_KEY", "SQUADRON_METRICS_KEY")
 GCS_FLAG = "--gcs-address="
 
 
@@ -121,6 +123,7 @@ class Environment:
     clock. Source: reproducible-builds.org, "SOURCE_DATE_EPOCH".
     ray_tmpdir: `RAY_TMPDIR`, where Ray keeps its files; None = with the system's temporary files.
     of_vllm: names of variables that only vLLM reads.
+    misspelt: names that are nearly those of the keys' variables, and which of these was meant.
     """
 
     ray_address: str | None = None
@@ -129,6 +132,7 @@ class Environment:
     source_date_epoch: int | None = None
     ray_tmpdir: str | None = None
     of_vllm: tuple[str, ...] = ()
+    misspelt: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -136,17 +140,25 @@ class Environment:
         variables = os.environ if variables is None else variables
         return cls(
             ray_address=variables.get("RAY_ADDRESS") or None,
-            api_key=variables.get("SQUADRON_API_KEY") or None,
-            metrics_key=variables.get("SQUADRON_METRICS_KEY") or None,
+            api_key=variables.get(API_KEY) or None,
+            metrics_key=variables.get(METRICS_KEY) or None,
             source_date_epoch=_seconds(variables.get("SOURCE_DATE_EPOCH") or None),
             ray_tmpdir=variables.get("RAY_TMPDIR") or None,
             of_vllm=tuple(name for name, value in variables.items() if name.startswith("VLLM_") and value),
+            misspelt=tuple(_misspelt(name for name, value in variables.items() if value)),
         )
 
     @property
     def ray_logs(self) -> str:
         """The folder of the logs of the Ray that was started last on this machine."""
         return f"{self.ray_tmpdir or gettempdir()}/ray/session_latest/logs"
+
+
+def _misspelt(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    for name in names:
+        meant = near_name(name, KEYS) if name.startswith("SQUADRON_") and name not in KEYS else None
+        if meant is not None:
+            yield name, meant
 
 
 def _seconds(text: str | None) -> int | None:

@@ -13,6 +13,7 @@ from cluster.config_values import GATEWAY, HAPROXY, SERVE
 from deploy.cli.flags import merge_settings
 from deploy.cli.keys import with_key_file
 from deploy.cli.vllm_commands import API_KEY, VARIABLES, variable_notes
+from deploy.serve.environment import API_KEY as OWN_KEY
 from deploy.serve.environment import Environment, check_inherited, prepare_ray
 from deploy.serve.fork_server import fork_server
 from deploy.serve.haproxy import prepare_haproxy
@@ -54,7 +55,7 @@ def serve(
         chosen["model"] = either
     own_ray = environment.ray_address is None
     settings = merge_settings(config, _keys_of(environment) | chosen).behind(GATEWAY if own_ray else SERVE)
-    _tell_of_vllm(environment, settings)
+    _tell_of_variables(environment, settings)
     with_keys = with_key_file(_with_batch_dir(settings), local=own_ray)
     if own_ray:
         check_inherited()
@@ -79,10 +80,19 @@ def serve(
             haproxy.remove()
 
 
-def _tell_of_vllm(environment: Environment, app: AppConfig) -> None:
-    """Say which variables of vLLM's are not read. Raises `ConfigError` where one was to close a server left open."""
+def _tell_of_variables(environment: Environment, app: AppConfig) -> None:
+    """Say which variables of vLLM's are not read, and which names are nearly ours.
+
+    Raises `ConfigError` where one was to close a server that is left open.
+    """
     if API_KEY in environment.of_vllm and not app.shared.keyed:
         raise ConfigError(f"{API_KEY} is not read, and the server would be open: {VARIABLES[API_KEY]}", "api_key")
+    for name, meant in environment.misspelt:
+        if meant == OWN_KEY and not app.shared.keyed:
+            raise ConfigError(
+                f"{name} is not read, and the server would be open: set {meant}, or unset it", "api_key"
+            )
+        typer.echo(f"{name} is not read: the variable is {meant}.", err=True)
     for note in variable_notes(environment.of_vllm):
         typer.echo(note, err=True)
 

@@ -187,7 +187,7 @@ def test_another_setting_is_another_version(render, after):
 
 
 def test_routers_go_to_a_group_of_their_own_by_a_resource_that_only_its_pods_have(render):
-    values = yaml.safe_load(EXAMPLES["multi-node"].read_text()) | {"app": {"routers": 3, "batch_dir": "/data"}}
+    values = yaml.safe_load(EXAMPLES["multi-node"].read_text()) | {"app": {"routers": 3, "batch_dir": "s3://a/b"}}
     objects = render(values)
     cluster = cluster_of(objects)
     offered = {one["groupName"]: one["rayStartParams"].get("resources") for one in cluster["workerGroupSpecs"]}

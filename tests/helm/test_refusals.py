@@ -1,9 +1,11 @@
 """Values that cannot work are refused before anything is applied, by the name of the field."""
 
+import json
+
 import pytest
 import yaml
 
-from tests.helm.rendered import CHART, OPEN, RELEASE, clusters
+from tests.helm.rendered import CHART, OPEN, RELEASE, app_of, clusters
 
 GPU = {"name": "gpu", "accelerator": {"resource": "nvidia.com/gpu"}}
 DEMO = [{"model": "demo"}]
@@ -46,6 +48,29 @@ BY_SCHEMA = {
     "an address for a host name": ({"ingress": {"enabled": True, "host": "https://a.example.com"}}, "host"),
     "Redis without a port": ({"faultTolerance": {"enabled": True, "redisAddress": "redis"}}, "redisAddress"),
     "a number for a text": ({"extraEnv": [{"name": "A", "value": 1}]}, "extraEnv"),
+    "a blank model": ({"models": [{"model": " "}]}, "model"),
+    "no revision at all": ({"models": [{"model": "demo", "revision": ""}]}, "revision"),
+    "overrides that are no object": (
+        {"models": [{"model": "demo", "hf_overrides": "a=1"}]},
+        "hf_overrides",
+    ),
+    "no CPUs": ({"workerGroups": [{"cpu": 0}]}, "cpu"),
+    "a peer of the network that is misspelt": (
+        {"networkPolicy": {"clients": [{"namespaceSelector": {}, "podSelecter": {}}]}},
+        "podSelecter",
+    ),
+    "a label that Kubernetes refuses": ({"labels": {"a b": "c"}}, "a b"),
+    "a label's value that it refuses": ({"head": {"nodeSelector": {"pool": "x y"}}}, "nodeSelector"),
+    "a resource without a domain": ({"workerGroups": [{"resources": {"rdma": 1}}]}, "rdma"),
+    "a capability in small letters": ({"workerGroups": [{"capabilities": ["ipc_lock"]}]}, "capabilities"),
+    "an image in capitals": ({"image": {"repository": "Team/Squadron"}}, "repository"),
+    "a tag with a blank": ({"image": {"tag": "a b"}}, "tag"),
+    "a secret without letters": ({"image": {"pullSecrets": [""]}}, "pullSecrets"),
+    "a range without a mask": (
+        {"service": {"type": "LoadBalancer", "loadBalancerSourceRanges": ["203.0.113.7"]}},
+        "loadBalancerSourceRanges",
+    ),
+    "a variable with a blank": ({"extraEnv": [{"name": "A B", "value": "1"}]}, "extraEnv"),
 }
 MANY = [{"model": "demo", "replicas": 2}]
 BY_TEMPLATE = {
@@ -240,6 +265,61 @@ BY_TEMPLATE = {
         {"disk": {"request": "400Gi"}},
         "disk.request: 400Gi is more than the 271Gi that a pod may write",
     ),
+    "a port that Ray listens on": (
+        {"service": {"port": 8080}},
+        "service.port: Ray listens on 8080 in the pods; give another, such as 8000",
+    ),
+    "a port of Ray's workers": ({"service": {"port": 10002}}, "service.port: Ray listens on 10002"),
+    "shared memory that is all of it": (
+        {"workerGroups": [{**GPU, "memory": "4Gi", "sharedMemory": "8Gi"}]},
+        'workerGroups "gpu".sharedMemory: 8Gi is in the pod\'s memory=4Gi and leaves nothing of it',
+    ),
+    "fewer pods than replicas": (
+        {"models": MANY, "workerGroups": [{**GPU, "replicas": 1}]},
+        'workerGroups[0].replicas: 1 have no room for all replicas of the models in "gpu", some of which would wait '
+        "for ever; give at least 2, or leave it out",
+    ),
+    "bounds of pods that never come or go": (
+        {"workerGroups": [{**GPU, "maxReplicas": 4}]},
+        "workerGroups[0].maxReplicas: pods neither come nor go without autoscaling.enabled=true",
+    ),
+    "bounds of pods that cross": (
+        {"autoscaling": {"enabled": True}, "workerGroups": [{**GPU, "minReplicas": 5, "maxReplicas": 2}]},
+        "workerGroups[0].minReplicas: 5 is more than maxReplicas=2; give at most that",
+    ),
+    "experts over one rank": (
+        {"models": [{"model": "demo", "enable_expert_parallel": True}]},
+        "models[0].enable_expert_parallel: spreads experts over ranks, and there is one",
+    ),
+    "overrides in broken JSON": (
+        {"models": [{"model": "demo", "hf_overrides": "{a}"}]},
+        "models[0].hf_overrides: is no JSON",
+    ),
+    "batches on the disk of the image": (
+        {"app": {"batch_dir": "/data/batches"}},
+        "app.batch_dir: /data/batches is on no volume, and the disk of the image is read-only; mount one there by "
+        "extraVolumes and extraVolumeMounts, or give a URL such as s3://bucket/squadron",
+    ),
+    "incidents beside a volume": (
+        {
+            "app": {"record_incidents": "/database"},
+            "extraVolumes": [{"name": "data", "emptyDir": {}}],
+            "extraVolumeMounts": [{"name": "data", "mountPath": "/data"}],
+        },
+        "app.record_incidents: /database is on no volume",
+    ),
+    "a mount of no volume": (
+        {"extraVolumeMounts": [{"name": "data", "mountPath": "/data"}]},
+        'extraVolumeMounts[0].name: there is no volume "data"; add one of that name to extraVolumes',
+    ),
+    "two mounts at one place": (
+        {
+            "workerGroups": [
+                {"volumes": [{"name": "a", "emptyDir": {}}], "volumeMounts": [{"name": "a", "mountPath": "/tmp"}]}
+            ]
+        },
+        'workerGroups "workers".volumeMounts[0].mountPath: something is mounted at /tmp already',
+    ),
     "a volume of the chart's": ({"extraVolumes": [{"name": "tmp", "emptyDir": {}}]}, "extraVolumes[0].name: tmp"),
 }
 CASES = BY_SCHEMA | BY_TEMPLATE
@@ -271,6 +351,16 @@ def test_a_value_of_the_first_group_is_taken_on_the_command_line(helm):
     assert group["groupName"] == "workers"
     (container,) = group["template"]["spec"]["containers"]
     assert container["resources"]["limits"]["memory"] == "32Gi"
+
+
+def test_overrides_may_be_maps_as_in_a_file_of_settings(helm, tmp_path):
+    given = tmp_path / "values.yaml"
+    given.write_text(
+        "models: [{model: demo, hf_overrides: {rope_theta: 5}, override_generation_config: {top_p: 0.5}}]\n"
+    )
+    (model,) = app_of(helm.template(None, "--values", str(given))).models
+    assert json.loads(model.hf_overrides) == {"rope_theta": 5}
+    assert json.loads(model.override_generation_config) == {"top_p": 0.5}
 
 
 def test_a_number_on_the_command_line_is_taken(helm4):

@@ -65,6 +65,7 @@
 {{- end -}}
 {{- include "squadron.checkReplicas" (dict "number" $number "model" $model) -}}
 {{- include "squadron.checkBlocks" (dict "number" $number "model" $model) -}}
+{{- include "squadron.checkEngine" (dict "number" $number "model" $model) -}}
 {{- range $name := (include "squadron.names" $model | fromJson).names -}}
 {{- if hasKey $owners $name -}}
 {{- $owner := int (get $owners $name) -}}
@@ -114,6 +115,19 @@
 {{- end -}}
 {{- else if not (kindIs "invalid" .model.min_replicas) -}}
 {{- fail (printf "models[%d].max_replicas: is missing, as min_replicas=%d bounds autoscaling; give one, such as %d" .number $least (add1 (max $replicas $least))) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "squadron.checkEngine" -}}
+{{- if and .model.enable_expert_parallel (eq 1 (int (default 1 .model.tensor_parallel_size))) -}}
+{{- fail (printf "models[%d].enable_expert_parallel: spreads experts over ranks, and there is one; give tensor_parallel_size=2 or more, or leave it out" .number) -}}
+{{- end -}}
+{{- range $name := list "hf_overrides" "override_generation_config" -}}
+{{- with get $.model $name -}}
+{{- if kindIs "string" . -}}
+{{- with (fromJson .).Error }}{{ fail (printf "models[%d].%s: is no JSON (%s); give an object such as %s" $.number $name . "{\"temperature\": 0.7}") }}{{ end -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 
@@ -235,8 +249,14 @@
 {{- if and (ge $scaled 0) (not .root.Values.autoscaling.enabled) (kindIs "invalid" $group.replicas) -}}
 {{- fail (printf "models[%d].max_replicas: pods neither come nor go without autoscaling.enabled=true; set that, or workerGroups[%d].replicas=%d for pods that are always there" $scaled (int .number) (int $most)) -}}
 {{- end -}}
+{{- $needed := int $start -}}
 {{- if not (kindIs "invalid" $group.replicas) }}{{ $start = $group.replicas }}{{ end -}}
 {{- if .root.Values.autoscaling.enabled -}}
+{{- if and (not (kindIs "invalid" $group.minReplicas)) (not (kindIs "invalid" $group.maxReplicas)) -}}
+{{- if gt (int $group.minReplicas) (int $group.maxReplicas) -}}
+{{- fail (printf "workerGroups[%d].minReplicas: %d is more than maxReplicas=%d; give at most that" (int .number) (int $group.minReplicas) (int $group.maxReplicas)) -}}
+{{- end -}}
+{{- end -}}
 {{- if .keep }}{{ $least = max 1 $least }}{{ end -}}
 {{- if not (kindIs "invalid" $group.minReplicas) }}{{ $least = $group.minReplicas }}{{ end -}}
 {{- if not (kindIs "invalid" $group.maxReplicas) }}{{ $most = $group.maxReplicas }}{{ end -}}
@@ -245,6 +265,14 @@
 {{- fail (printf "workerGroups %q: maxReplicas is %d, but its models begin with %d; raise maxReplicas" $group.name (int $most) (int $start)) -}}
 {{- end -}}
 {{- else -}}
+{{- range $name := list "minReplicas" "maxReplicas" -}}
+{{- if not (kindIs "invalid" (get $group $name)) -}}
+{{- fail (printf "workerGroups[%d].%s: pods neither come nor go without autoscaling.enabled=true; set that, or leave it out for replicas" (int $.number) $name) -}}
+{{- end -}}
+{{- end -}}
+{{- if lt (int $start) $needed -}}
+{{- fail (printf "workerGroups[%d].replicas: %d have no room for all replicas of the models in %q, some of which would wait for ever; give at least %d, or leave it out" (int .number) (int $start) $group.name $needed) -}}
+{{- end -}}
 {{- $least = $start }}{{ $most = $start -}}
 {{- end -}}
 {{- $cpu := default (addf (mulf $ranks $cpus) 1 | toString) (toString (default "" $group.cpu)) -}}

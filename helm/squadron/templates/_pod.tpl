@@ -138,6 +138,13 @@ seccompProfile: {type: RuntimeDefault}
 {{- with .of.name }}{{ $whose = printf "workerGroups %q" . }}{{ end -}}
 {{- fail (printf "%s.objectStoreBytes: %d are more than sharedMemory=%s holds, so that Ray would keep objects on disk; give at most %d" $whose (int64 .of.objectStoreBytes) .of.sharedMemory $room) -}}
 {{- end -}}
+{{- $memory := include "squadron.bytes" .of.memory | int64 -}}
+{{- if ge $room $memory -}}
+{{- $whose := "head" -}}
+{{- with .of.name }}{{ $whose = printf "workerGroups %q" . }}{{ end -}}
+{{- fail (printf "%s.sharedMemory: %s is in the pod's memory=%s and leaves nothing of it; give less, or more memory" $whose .of.sharedMemory .of.memory) -}}
+{{- end -}}
+{{- include "squadron.checkMounts" . -}}
 - {name: tmp, emptyDir: {sizeLimit: {{ quote $values.disk.tmp }}}}
 - {name: home, emptyDir: {sizeLimit: {{ quote $values.disk.home }}}}
 - {name: shared-memory, emptyDir: {medium: Memory, sizeLimit: {{ quote .of.sharedMemory }}}}
@@ -183,6 +190,25 @@ seccompProfile: {type: RuntimeDefault}
 {{- with .of.volumes }}
 {{ toYaml . }}
 {{- end }}
+{{- end -}}
+
+{{/* Refuses mounts that Kubernetes would refuse when pods are made. root; of: head or worker group. */}}
+{{- define "squadron.checkMounts" -}}
+{{- $known := list "tmp" "home" "shared-memory" "models" "keys" "batch" "fetch" -}}
+{{- range concat (default list .root.Values.extraVolumes) (default list .of.volumes) }}{{ $known = append $known .name }}{{ end -}}
+{{- $paths := list "/tmp" "/dev/shm" "/var/lib/squadron" "/var/cache/squadron" "/etc/squadron/keys" -}}
+{{- range $whose, $mounts := dict "extraVolumeMounts" .root.Values.extraVolumeMounts "volumeMounts" .of.volumeMounts -}}
+{{- if eq $whose "volumeMounts" }}{{ $whose = printf "workerGroups %q.volumeMounts" $.of.name }}{{ end -}}
+{{- range $number, $mount := $mounts -}}
+{{- if not (has $mount.name $known) -}}
+{{- fail (printf "%s[%d].name: there is no volume %q; add one of that name to extraVolumes, or to the group's volumes" $whose $number (toString $mount.name)) -}}
+{{- end -}}
+{{- if has $mount.mountPath $paths -}}
+{{- fail (printf "%s[%d].mountPath: something is mounted at %s already; take another path, such as /data" $whose $number $mount.mountPath) -}}
+{{- end -}}
+{{- $paths = append $paths $mount.mountPath -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{/* An exec probe that needs no shell, wget or curl. root; probes: their names; failures. */}}

@@ -24,6 +24,10 @@ spec:
 {{/* Refuses a Service that clients would not get through to. */}}
 {{- define "squadron.checkService" -}}
 {{- $service := .Values.service -}}
+{{- $port := int $service.port -}}
+{{- if or (has $port (list 6379 8080 8265 52365)) (and (gt $port 10000) (lt $port 20000)) -}}
+{{- fail (printf "service.port: Ray listens on %d in the pods; give another, such as 8000" $port) -}}
+{{- end -}}
 {{- if ne $service.type "LoadBalancer" -}}
 {{- range $name := list "loadBalancerClass" "loadBalancerSourceRanges" -}}
 {{- if get $service $name }}{{ fail (printf "service.%s: a Service of type %s has no load balancer; set service.type=LoadBalancer, or leave it out" $name $service.type) }}{{ end -}}
@@ -35,6 +39,27 @@ spec:
 {{- end -}}
 {{- if and $outside .Values.networkPolicy.enabled (not $service.loadBalancerSourceRanges) (eq (toJson .Values.networkPolicy.clients) "[{\"podSelector\":{}}]") -}}
 {{- fail (printf "service.type: the NetworkPolicy lets in pods of the namespace alone, so nobody gets through from a %s; give %snetworkPolicy.clients, such as [{ipBlock: {cidr: 203.0.113.0/24}}]" $service.type (ternary "service.loadBalancerSourceRanges or " "" (eq $service.type "LoadBalancer"))) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Refuses folders that pods cannot write to: the disk of their image is read-only. */}}
+{{- define "squadron.checkFolders" -}}
+{{- $writable := list "/tmp" "/var/lib/squadron" -}}
+{{- range .Values.extraVolumeMounts }}{{ $writable = append $writable .mountPath }}{{ end -}}
+{{- range .Values.workerGroups -}}
+{{- range .volumeMounts }}{{ $writable = append $writable .mountPath }}{{ end -}}
+{{- end -}}
+{{- range $name, $else := dict "batch_dir" "a URL such as s3://bucket/squadron" "record_incidents" "/tmp/incidents" -}}
+{{- $folder := get $.Values.app $name | default "" | trimPrefix "file://" -}}
+{{- if and $folder (not (contains "://" $folder)) -}}
+{{- $held := false -}}
+{{- range $writable -}}
+{{- if hasPrefix (printf "%s/" (trimSuffix "/" .)) (printf "%s/" $folder) }}{{ $held = true }}{{ end -}}
+{{- end -}}
+{{- if not $held -}}
+{{- fail (printf "app.%s: %s is on no volume, and the disk of the image is read-only; mount one there by extraVolumes and extraVolumeMounts, or give %s" $name $folder $else) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 

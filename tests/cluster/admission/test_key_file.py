@@ -315,7 +315,7 @@ def test_a_key_that_goes_into_a_file_is_its_owners_alone_and_not_shown(tmp_path)
 def test_the_command_refuses_what_the_file_would():
     wrong = squadron("keys", "new", "--tenant", "team a")
     assert (wrong.returncode, wrong.stdout) == (1, "")
-    assert wrong.stderr.startswith("Error: tenant must be 1 to 64 letters")
+    assert wrong.stderr.startswith("Error: --tenant must be 1 to 64 letters")
 
 
 def test_serving_with_a_wrong_key_file_is_refused_before_anything_starts(tmp_path):

@@ -86,7 +86,7 @@ def test_what_serve_gets_is_read_back_as_the_same(count):
         ),
         (
             {"models": [{"model": "demo", "replicas": "many"}]},
-            r"^models\[0\].replicas: must be a valid integer.*'many'",
+            r"^models\[0\].replicas: must be a whole number such as 1, not 'many'",
             "replicas",
         ),
         ({"models": [{"model": "demo"}], "dtype": "int3"}, r"^dtype must be one of", "dtype"),

@@ -240,10 +240,116 @@ def test_a_file_that_holds_no_settings_is_refused_by_name(tmp_path, text):
         ("/models/max_model_len/x", "/models/max_model_len/x"),
         ("""it was '{"max_tokens":3}'; raise max_tokens""", """it was '{"max_tokens":3}'; raise --max-tokens"""),
         ("the replicas' max_model_len", "the replicas' --max-model-len"),
+        ("generation_config: generation_config.json", "--generation-config: generation_config.json"),
     ],
 )
 def test_messages_spell_settings_as_flags(said, shown):
     assert in_flags(said) == shown
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"port": True}, "port: must be a number such as 8000, not True"),
+        ({"port": 8000.5}, "port: must be a whole number such as 8000, not 8000.5"),
+        ({"stall_timeout": "5s"}, "stall_timeout: must be a number such as 3.0, not '5s'"),
+        ({"strict_fields": "maybe"}, "strict_fields: must be true or false, not 'maybe'"),
+        ({"model": 1}, "model: must be a text: put it in quotes, as in '1', not 1"),
+        ({"tokenizer": " "}, "tokenizer: is empty; leave it out"),
+        ({"revision": ""}, "revision: is empty; leave it out"),
+        ({"generation_config": ""}, "generation_config: is empty; leave it out, or give a value such as auto"),
+        (
+            {"host": ""},
+            "host: must be an address or a name without scheme or port, such as 127.0.0.1, 0.0.0.0 or ::,",
+        ),
+        ({"host": "http://0.0.0.0"}, "host: must be an address or a name without scheme"),
+        ({"port": 8000, "grpc_port": 8000}, "grpc_port=8000 is the port of HTTP already; give another, or 0 for any"),
+        ({"min_replicas": 2}, "such as 3, or replicas=2 alone"),
+        ({"replicas": 3, "max_replicas": 2}, "replicas must be between 1 and 2"),
+        (
+            {"api_key": ["a", "b"]},
+            "api_key: must be one key, in quotes if it is a number; several go in a file as --api",
+        ),
+    ],
+)
+def test_a_value_of_a_file_that_cannot_be_meant_is_refused_with_one_that_works(values, told):
+    with pytest.raises(ConfigError, match=f"^{re.escape(told)}|{re.escape(told)}$"):
+        parse_config({"model": "demo", **values})
+
+
+def test_a_key_that_is_refused_is_not_repeated():
+    with pytest.raises(ConfigError) as refused:
+        parse_config({"model": "demo", "api_key": 12345})
+    assert "12345" not in str(refused.value)
+
+
+@pytest.mark.parametrize("host", ["::", "::1", "0.0.0.0", "localhost", "my_host.example.com"])
+def test_addresses_and_names_are_hosts(host):
+    assert parse_config({"model": "demo", "host": host, "port": 0, "grpc_port": 0}).host == host
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["serve", "demo", "--port", "abc"], "'abc' is no whole number; write one such as 8000"),
+        (["serve", "demo", "--max-num-seqs", "1e3"], "'1e3' is no whole number; write 1000"),
+        (["serve", "demo", "--max-num-seqs", "1,024"], "'1,024' is no whole number; write 1024"),
+        (["serve", "demo", "--max-num-seqs", "1.5e0"], "'1.5e0' is no whole number; write one such as 256"),
+        (["plan", "demo", "--gpu", "H100", "--input-len", "1k"], "'1k' is no whole number; write 1000"),
+        (["serve", "demo", "--gpu-memory-utilization", "90%"], "'90%' is no number; write 0.9"),
+        (["serve", "demo", "--gpu-memory-utilization", "0,9"], "'0,9' is no number; write 0.9"),
+        (["serve", "demo", "--gpu-memory-utilization", "x%"], "'x%' is no number; write one such as 0.9"),
+        (["serve", "demo", "--drain-timeout", "5m"], "'5m' is no number; write 300"),
+        (["serve", "demo", "--min-replicas", "x"], "'x' is no whole number; write one such as 8"),
+        (["doctor", "--port", "x"], "'x' is no whole number; write one such as 8000"),
+        (["keys", "new", "--tenant", "a", "--max-concurrent", "x"], "'x' is no whole number; write one such as 8"),
+        (["drain", "--deadline", "2min"], "'2min' is no number; write 120"),
+        (["status", "--port", "1"], "No such option: --port. Give the server's address as --url, such as http://127"),
+        (
+            ["why", "x", "--host", "h"],
+            "No such option: --host. Give the server's address as --url, such as http://127",
+        ),
+        (
+            ["plan", "demo", "--port", "1"],
+            "No such option: --port. It is for `squadron serve` and changes nothing here",
+        ),
+        (["batch", "a", "b", "--no-enable-log-requests"], "--no-enable-log-requests. It is for `squadron serve` and"),
+    ],
+)
+def test_what_the_parser_refuses_is_told_with_what_works(run, given, told):
+    code, output = run(*given)
+    assert code == 2
+    assert told in " ".join(output.replace("│", " ").split())
+
+
+def test_a_flag_without_a_contrary_is_not_told_to_be_of_another_command(run):
+    assert "squadron serve`" not in run("serve", "demo", "--no-port")[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--expires", "tomorrow"], r"^--expires must be an ISO date-time"),
+        (["--requests-per-minute", "0"], r"^--requests-per-minute must be a whole number of at least 1, such as 600"),
+        (["--admin", "--scrape"], r"^--admin and --scrape exclude each other: an admin's key may scrape, too"),
+    ],
+)
+def test_a_key_that_cannot_be_made_is_told_by_its_flags(given, told):
+    with pytest.raises(ConfigError, match=told):
+        CliRunner().invoke(cli.app, ["keys", "new", "--tenant", "a", *given], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--generation-config", "nowhere"], r"^generation_config must be auto, vllm or a folder"),
+        (["--override-generation-config", '{"temprature": 1}'], r"temprature is no sampling parameter; known: temp"),
+        (["--api-key-file", "nowhere.yaml"], r"^api_key_file: .*nowhere\.yaml cannot be read: No such file"),
+    ],
+)
+def test_a_dry_run_checks_what_serving_would(given, told):
+    with pytest.raises(ConfigError, match=told):
+        CliRunner().invoke(cli.app, ["serve", "demo", "--dry-run", *given], catch_exceptions=False)
 
 
 def test_the_serve_config_file_of_the_demo_is_one_that_serve_and_we_understand():

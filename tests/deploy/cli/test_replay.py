@@ -120,7 +120,9 @@ async def test_a_router_that_cannot_record_says_which_setting_is_wrong(tmp_path:
 def test_what_is_no_record_is_told(tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text('{"t": 1}\n')
-    with pytest.raises(ConfigError, match=r"other.jsonl: line 1 is not of an incident's record"):
+    with pytest.raises(
+        ConfigError, match=r"other.jsonl: line 1 is not of an incident's record; give files that --rec"
+    ):
         read([other])
     with pytest.raises(ConfigError, match="give files that --record-incidents has written"):
         read([])

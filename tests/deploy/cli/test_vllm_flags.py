@@ -141,7 +141,19 @@ def test_what_holds_here_anyway_is_taken(run, served, given):
         (["--compilation-config.mode", "3"], "Use --cudagraph-capture-sizes"),
         (["-cc.mode=3"], "Use --cudagraph-capture-sizes"),
         (["-O3"], "Use --enforce-eager"),
-        (["--hf-overrides.rope_theta", "1"], "Give --hf-overrides one JSON object"),
+        (
+            ["--hf-overrides.max_x", "1"],
+            '--hf-overrides.max_x. Give --hf-overrides one JSON object, such as \'{"max_x": ',
+        ),
+        (["--hf_overrides.a.b=1"], """such as '{"a": {"b": "VALUE"}}'."""),
+        (["-tp2"], "No such option: -tp2. Write -tp 2."),
+        (["-dp2"], "No such option: -dp2. Use --replicas."),
+        (
+            ["--enforce-eager=true"],
+            "--enforce-eager takes no value: write --enforce-eager alone, or --no-enforce-eager",
+        ),
+        (["--dry-run=1"], "--dry-run takes no value: write --dry-run alone."),
+        (["--disable-async-scheduling"], "Use --no-async-scheduling"),
     ],
 )
 def test_what_does_not_hold_is_refused(run, given, told):
@@ -175,7 +187,11 @@ def test_a_context_that_is_left_to_vllm_is_the_models_own(run, served, tmp_path,
 
 @pytest.mark.parametrize(
     ("given", "told"),
-    [("32q", "max_model_len: must be a valid integer"), ("1.5K", "such as 1K; k takes parts"), ("1.5", "integer")],
+    [
+        ("32q", "max_model_len: must be a whole number such as 32768 or 32k, not '32q'"),
+        ("1.5K", "such as 1K; k takes parts"),
+        ("1.5", "whole number"),
+    ],
 )
 def test_other_numbers_are_refused_by_name(run, given, told):
     code, output = run("serve", "demo", "--max-model-len", given)
@@ -234,6 +250,29 @@ def test_a_file_for_vllm_is_read_as_its_flags_are(tmp_path):
     assert json.loads(app.shared.hf_overrides or "") == {"rope_theta": 5}
     path.write_text("model: demo\npipeline-parallel-size: 2\n")
     with pytest.raises(ConfigError, match=r"vllm\.yaml: there is no setting pipeline_parallel_size: Layers are not"):
+        load_settings(path)
+
+
+def test_each_of_several_models_is_read_as_a_single_one_is(tmp_path):
+    path = tmp_path / "vllm.yaml"
+    path.write_text(
+        "models:\n- model: demo\n  pipeline-parallel-size: 1\n  num-gpu-blocks-override: 64\n- model: n\n"
+    )
+    assert [one.num_kv_blocks for one in merge_settings(path, {}).models] == [64, None]
+    path.write_text("models:\n- model: demo\n- model: n\n  enable-lora: true\n")
+    with pytest.raises(
+        ConfigError, match=r"vllm\.yaml: models\[1\]: there is no setting enable_lora: Adapters are not"
+    ):
+        load_settings(path)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("max-model-len", "max_model_len"), ("num_kv_blocks", "num-gpu-blocks-override")]
+)
+def test_a_setting_in_two_spellings_is_refused(tmp_path, first, second):
+    path = tmp_path / "vllm.yaml"
+    path.write_text(f"model: demo\n{first}: 64\n{second}: 32\n")
+    with pytest.raises(ConfigError, match=r"(max_model_len|num_kv_blocks) is given twice; keep one of them"):
         load_settings(path)
 
 
@@ -346,6 +385,18 @@ def test_a_variable_that_was_to_close_the_server_is_not_passed_over(run, served,
     )
     monkeypatch.setenv("SQUADRON_API_KEY", "k")
     assert run("serve", "demo")[1].endswith("VLLM_FUTURE is not read: docs/guides/from-vllm.md says what is.")
+
+
+def test_a_variable_that_is_nearly_that_of_a_key_is_not_passed_over(run, served, monkeypatch):
+    monkeypatch.setenv("SQUADRON_APIKEY", "k")
+    monkeypatch.setenv("SQUADRON_PORT", "tcp://10.0.0.1:8000")  # as Kubernetes sets it for a service of that name
+    code, output = run("serve", "demo")
+    assert (code, served) == (1, [])
+    assert output == ("SQUADRON_APIKEY is not read, and the server would be open: set SQUADRON_API_KEY, or unset it")
+    assert run("serve", "demo", "--api-key", "k") == (
+        0,
+        "SQUADRON_APIKEY is not read: the variable is SQUADRON_API_KEY.",
+    )
 
 
 def test_no_flag_of_vllm_is_taken_for_another():
