@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from engine.config import split_revision
 from engine.errors import CheckpointError
+from engine.loader.overrides import overridden
 from engine.models.config import HFConfig, ModelConfig, known_token_ids
 from engine.models.registry import implementation
 from engine.models.text_halves import MULTIMODAL
@@ -48,7 +49,6 @@ MAX_JSON_BYTES = 100_000_000  # of a config or an index; those of the largest mo
 MOST_SHOWN = 200  # characters of a name out of a file that a message shows
 TEXT_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 HUB_FILES = (*TEXT_FILES, WEIGHT_FILES, "SHA256SUMS")
-HALVES = ("text_config", "llm_config")  # configs within config.json
 
 
 def find_checkpoint(model: str, files: Sequence[str] = HUB_FILES) -> Path:
@@ -271,10 +271,7 @@ class ModelFolder:
 def read_config(folder: Path, overrides: str | None = None) -> dict[str, Any]:
     """Return config.json as `overrides` (`EngineConfig.hf_overrides`) has it. Raises `CheckpointError`."""
     values = read_json(folder / "config.json")
-    for name, value in (json.loads(overrides) if overrides else {}).items():
-        inner = values.get(name) if name in HALVES else None
-        values[name] = {**inner, **value} if isinstance(inner, dict) and isinstance(value, dict) else value
-    return values
+    return overridden(values, json.loads(overrides)) if overrides else values
 
 
 def open_model(

@@ -297,8 +297,8 @@ def test_share_of_the_weights_that_is_read_grows_to_all(saved, quantization):
 
 def test_the_config_may_be_told_to_say_something_else(tmp_path, saved):
     path = shutil.copytree(saved / "llama", tmp_path / "model")
-    said = open_model(str(path), overrides='{"rope_theta": 77.0, "max_position_embeddings": 33}').config
-    assert (said.raw["rope_theta"], said.max_positions) == (77.0, 33)
+    said = open_model(str(path), overrides='{"rms_norm_eps": 0.5, "max_position_embeddings": 33}').config
+    assert (said.raw["rms_norm_eps"], said.max_positions) == (0.5, 33)
     edit_config(path, text_config={"hidden_size": 8, "vocab_size": 9})
     merged = read_config(path, '{"text_config": {"vocab_size": 10}, "rope_scaling": {"rope_type": "yarn"}}')
     assert merged["text_config"] == {"hidden_size": 8, "vocab_size": 10}, "the rest of a text half stays"
