@@ -344,7 +344,7 @@ def refuse_unknown(key: str, known: Sequence[str]) -> None:
     if key in known:
         return
     near = near_name(key, known)
-    hint = f"did you mean {near}?" if near else "known: " + ", ".join(known)
+    hint = f"did you mean {near}?" if near else "`squadron serve --help` names them all"
     raise ConfigError(f"unknown setting {key}; {hint}", key)
 
 

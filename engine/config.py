@@ -12,7 +12,6 @@ from engine.errors import ConfigError
 from engine.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
-SHORT_DTYPES = {"half": "float16", "float": "float32"}  # as vLLM's users may spell them
 QUANTIZATIONS = ("fp8", "int8", "int4", "compressed-tensors", "gptq", "awq", "modelopt", "mxfp4")
 USUAL_GROUP = 128  # inputs that share a scale in int4
 LEAST_GROUP = 8  # of fewer the scales would be larger than the weights
@@ -23,6 +22,26 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 MODEL_IMPLS = ("auto", "native", "transformers")
 AUTO, NOBIND = "auto", "nobind"  # of cpu_omp_threads_bind, which may be a list, too
 ATTENTION_BACKENDS = ("auto", "reference", "native", "flash", "triton", "torch_varlen")
+# vLLM's names of values that are there, as its users type them: of its kernels, too, which are chosen here.
+VLLMS_VALUES: Mapping[str, Mapping[str, str]] = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "attention_backend": {"FLASH_ATTN": "flash", "TRITON_ATTN": "triton", "CPU_ATTN": "native"},
+    "quantization": {
+        "awq_marlin": "awq",
+        "gptq_marlin": "gptq",
+        "modelopt_fp4": "modelopt",
+        "modelopt_mixed": "modelopt",
+        "gpt_oss_mxfp4": "mxfp4",
+    },
+}
+LEAST = {
+    **dict.fromkeys(("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"), 1),
+    **dict.fromkeys(("max_model_len", "num_kv_blocks"), 2),
+    **dict.fromkeys(("long_prefill_token_threshold", "num_state_snapshots"), 0),
+    "state_snapshot_blocks": 1,
+    "max_logprobs": ALL_LOGPROBS,
+}
+MOST = {"max_num_seqs": 1 << 16, "max_num_batched_tokens": 1 << 24, "block_size": 1 << 16}  # arrays are made for all
 # What fields of a type take, and how that is said.
 TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "bool": ((bool,), "True or False"),
@@ -117,22 +136,14 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hf_overrides", _as_json_object("hf_overrides", self.hf_overrides))
-        object.__setattr__(self, "dtype", SHORT_DTYPES.get(self.dtype, self.dtype))
+        for name, ours in VLLMS_VALUES.items():
+            given = getattr(self, name)
+            object.__setattr__(self, name, ours.get(given, given) if isinstance(given, str) else given)
         for field in fields(self):
             _check_type(field.name, getattr(self, field.name), str(field.type))
         if self.cudagraph_capture_sizes is not None:
             object.__setattr__(self, "cudagraph_capture_sizes", self._checked_sizes(self.cudagraph_capture_sizes))
-        for name in ("tensor_parallel_size", "max_num_seqs", "state_snapshot_blocks"):
-            _at_least(name, getattr(self, name), 1)
-        lowest = {"max_model_len": 2, "max_num_batched_tokens": 1, "num_kv_blocks": 2, "kv_cache_memory_bytes": 1}
-        for name, low in lowest.items():
-            if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), low)
-        _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
-        _at_least("max_logprobs", self.max_logprobs, ALL_LOGPROBS)
-        _power_of_two("block_size", self.block_size)
-        if self.num_state_snapshots is not None:
-            _at_least("num_state_snapshots", self.num_state_snapshots, 0)
+        self._check_ranges()
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
@@ -159,6 +170,15 @@ class EngineConfig:
         _ = self.cpu_groups
         if self.step_timeout <= 0:
             raise ConfigError(f"step_timeout must be above 0 seconds, not {self.step_timeout}", "step_timeout")
+
+    def _check_ranges(self) -> None:
+        for name, low in LEAST.items():
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), low)
+        for name, high in MOST.items():
+            if (getattr(self, name) or 0) > high:
+                raise ConfigError(f"{name} must be at most {high}, not {getattr(self, name)}", name)
+        _power_of_two("block_size", self.block_size)
 
     def _checked_sizes(self, sizes: Collection[int]) -> tuple[int, ...]:
         """Return padded batch sizes in order, each once. Raises `ConfigError`."""

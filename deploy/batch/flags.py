@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 import typer
 
-from deploy.cli.flags import SettingsCommand, merge_settings
+from deploy.cli.flags import SettingsCommand
+from deploy.cli.settings_file import merge_settings
 from deploy.serve.environment import Environment, check_inherited, prepare_ray
 from engine.errors import ConfigError, flag
 

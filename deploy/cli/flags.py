@@ -8,18 +8,15 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, dataclass, fields
 from operator import getitem
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
-import yaml
 from typer.core import TyperCommand
 
-from cluster.app_config import AppConfig, parse_app
 from cluster.config import ClusterConfig
 from cluster.config_values import (
     FAILURE_ACTIONS,
@@ -43,7 +40,6 @@ from deploy.cli.vllm_flags import (
     parted,
     without_last_name,
     without_more_keys,
-    without_vllms,
 )
 from deploy.cli.wrong_values import without_value
 from engine.config import (
@@ -292,63 +288,6 @@ def with_settings(function: Callable[..., None], left_out: Collection[str] = ())
 def all_but(kept: Collection[str]) -> tuple[str, ...]:
     """Return the names of the settings that are not among `kept`."""
     return tuple(setting.name for setting in settings() if setting.name not in kept)
-
-
-def load_settings(path: Path) -> dict[str, Any]:
-    """Read a YAML file of settings. Raises `ConfigError` naming the file where it is no mapping or not readable."""
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error.strerror}; give a YAML file of settings", "config"
-        ) from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}", "config") from error
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ConfigError(f"{path}: must hold settings such as `replicas: 2`, one a line", "config")
-    try:
-        settings = without_vllms(values)
-        if isinstance(models := settings.get("models"), list):
-            settings["models"] = [_of_one(i, entry) for i, entry in enumerate(models)]
-        return settings
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}", error.flag) from None
-
-
-def _of_one(number: int, entry: Any) -> Any:
-    """Return an entry of `models` as `without_vllms` does; what is none is refused where all are read."""
-    if not isinstance(entry, dict) or not all(isinstance(key, str) for key in entry):
-        return entry
-    try:
-        return without_vllms(entry)
-    except ConfigError as error:
-        raise ConfigError(f"models[{number}]: {error}", error.flag) from None
-
-
-def merge_settings(path: Path | None, chosen: Mapping[str, Any]) -> AppConfig:
-    """Return the configuration of file and command line, which wins: over each of `models`, too.
-
-    Raises `ConfigError`.
-    """
-    loaded = {} if path is None else load_settings(path)
-    try:
-        return parse_app(_overridden(loaded, chosen))
-    except ConfigError as error:
-        in_file = error.flag in loaded or "models" in loaded
-        if path is not None and in_file and error.flag not in chosen:
-            raise ConfigError(f"{path}: {error}", error.flag) from None
-        raise
-
-
-def _overridden(loaded: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    values = {**loaded, **chosen}
-    if isinstance(models := values.get("models"), list):
-        values["models"] = [_without(entry, chosen) if isinstance(entry, dict) else entry for entry in models]
-    return values
-
-
-def _without(entry: Mapping[Any, Any], chosen: Mapping[str, Any]) -> dict[Any, Any]:
-    return {key: value for key, value in entry.items() if str(key).replace("-", "_") not in chosen}
 
 
 def in_flags(message: str) -> str:

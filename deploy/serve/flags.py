@@ -10,8 +10,8 @@ import typer
 from cluster.app_config import AppConfig
 from cluster.batch.io.paths import is_url, local_path
 from cluster.config_values import GATEWAY, HAPROXY, SERVE
-from deploy.cli.flags import merge_settings
 from deploy.cli.keys import with_key_file
+from deploy.cli.settings_file import merge_settings
 from deploy.cli.vllm_commands import API_KEY, VARIABLES, variable_notes
 from deploy.serve.environment import API_KEY as OWN_KEY
 from deploy.serve.environment import Environment, check_inherited, prepare_ray

@@ -16,6 +16,7 @@ from engine.attention.select import select_for_layers
 from engine.config import EngineConfig
 from engine.device.gpu import CudaCopies, current, on_own_device
 from engine.device.host_memory import give_back, weights_apart
+from engine.errors import ConfigError
 from engine.inputs.block_table import RankTable
 from engine.inputs.dummy_steps import dummy_decode, dummy_sampling, dummy_step, fullest_sampling
 from engine.inputs.step_buffers import NOT_MIXED, MixedShape, StepBuffers
@@ -253,7 +254,16 @@ class ModelRunner:
         specs, config = self.model.cache_specs(self._attention.spec.cache_dtype), self.config
         snapshots = config.num_state_snapshots
         states = 1 if snapshots is None else config.max_num_seqs + snapshots + 1
-        return KVCache(specs, num_blocks, config.block_size, self.group.device, self._kv_scales, states)
+        try:
+            return KVCache(specs, num_blocks, config.block_size, self.group.device, self._kv_scales, states)
+        except (MemoryError, RuntimeError) as error:  # torch's, for too many bytes to be had or to be counted
+            taken = num_blocks * block_bytes(specs, config.block_size)
+            raise ConfigError(
+                f"the KV cache of num_kv_blocks={num_blocks} takes {taken} bytes, which {self.group.device} does not "
+                f"give ({str(error).partition(chr(10))[0]}); lower num_kv_blocks, kv_cache_memory_bytes or "
+                "gpu_memory_utilization",
+                "num_kv_blocks",
+            ) from error
 
     def _fit_cache(self, shrink: bool) -> EngineConfig:
         """Return the config with `num_kv_blocks`: as set, or what the rank with the least memory holds."""

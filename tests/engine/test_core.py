@@ -281,6 +281,19 @@ def test_prompts_that_do_not_fit_are_refused_with_what_fits():
     small.run(request("fits", 5, max_tokens=15))
 
 
+def test_values_may_be_spelled_as_vllms():
+    given = {"dtype": "half", "attention_backend": "TRITON_ATTN", "quantization": "gptq_marlin"}
+    config = EngineConfig("fake", **given)
+    assert (config.dtype, config.attention_backend, config.quantization) == ("float16", "triton", "gptq")
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "block_size"])
+def test_sizes_that_no_memory_holds_are_refused(name):
+    with pytest.raises(ConfigError, match=rf"^{name} must be at most \d+, not {1 << 60}$") as refused:
+        EngineConfig("fake", **{name: 1 << 60})
+    assert refused.value.flag == name
+
+
 def test_settings_that_cannot_work_are_refused():
     config = EngineConfig("fake", max_model_len=8)
     with pytest.raises(ConfigError, match="num_kv_blocks must be at least 2"):

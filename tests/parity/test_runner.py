@@ -211,6 +211,13 @@ def test_an_engine_leaves_no_fewer_threads_to_the_next_one(models, monkeypatch):
             assert torch.get_num_threads() == 6
 
 
+@pytest.mark.parametrize("blocks", [1 << 26, 1 << 55])
+def test_blocks_that_no_memory_holds_are_told_with_their_size(models, blocks):
+    _, folder = models("llama")
+    with pytest.raises(ConfigError, match=rf"={blocks} takes \d+ bytes, which cpu does not give .*lower"):
+        build_executor(config(folder, num_kv_blocks=blocks, block_size=4096))
+
+
 @contextmanager
 def threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()

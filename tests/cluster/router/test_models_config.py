@@ -19,8 +19,8 @@ from cluster.config import NO_KEYS, ClusterConfig, parse_config
 from cluster.lifecycle.updates import ONE_MORE
 from cluster.resources import app_resources, deployment_names
 from deploy.cli.dry_run import describe_plans, make_plans
-from deploy.cli.flags import merge_settings
 from deploy.cli.keys import with_key_file
+from deploy.cli.settings_file import merge_settings
 from deploy.serve.ray_cluster import check_capacity
 from engine.errors import CheckpointError, ConfigError
 from parallel.errors import ShardingError

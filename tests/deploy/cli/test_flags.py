@@ -15,7 +15,8 @@ import deploy
 from cluster.config import ClusterConfig, parse_config
 from deploy import main as cli
 from deploy.cli.flag_texts import OPEN_DEFAULTS
-from deploy.cli.flags import CHOICES, in_flags, load_settings, merge_settings, settings
+from deploy.cli.flags import CHOICES, in_flags, settings
+from deploy.cli.settings_file import load_settings, merge_settings
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 
@@ -216,6 +217,14 @@ def test_a_wrong_value_is_blamed_on_whoever_gave_it(tmp_path):
         merge_settings(path, {})
     with pytest.raises(ConfigError, match=r"^port: must be less.*70000"):
         merge_settings(path, {"port": 70000})
+
+
+@pytest.mark.parametrize("text", ["port: 8000\nreplicas: 2\nport: 9000\n", "models:\n- {port: 1, port: 1}\n"])
+def test_a_key_that_a_file_has_twice_is_refused(tmp_path, text):
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"settings.yaml: port is given twice .*line \d"):
+        load_settings(path)
 
 
 @pytest.mark.parametrize("text", ["- a list\n", "1: number as key\n", "model: [unclosed\n", ""])

@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 from cluster.config import ClusterConfig, parse_config
 from deploy import main as cli
-from deploy.cli.flags import SEVERAL_KEYS, in_flags, load_settings, merge_settings
+from deploy.cli.flags import SEVERAL_KEYS, in_flags
+from deploy.cli.settings_file import load_settings, merge_settings
 from deploy.cli.vllm_advice import ADVICE, SHORT
 from deploy.cli.vllm_commands import VARIABLES
 from engine.config import EngineConfig
