@@ -31,6 +31,7 @@ from engine.loader.tensor_names import (
     names_on_disk,
     refuse_tensors,
     tell_unread,
+    usual_scale_names,
 )
 from engine.loader.weight_reader import Told
 from engine.models.blueprint import build_model
@@ -87,6 +88,8 @@ def _load(
         half, apart = text_names(checkpoint.names)
         checkpoint.select(half)
         logger.info("text half of %s: %d tensors of its other parts are not read", config.text_half_of, apart)
+    if quantization is not None and quantization.method == "fp8" and quantization.block is None:
+        checkpoint.select(usual_scale_names(checkpoint.names))
     rules = list(model.weights(checkpoint.names))
     wanted = {name for rule in rules for name in rule.names}
     spare = {name for rule in rules for name in rule.spare_names}

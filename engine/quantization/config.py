@@ -53,7 +53,10 @@ def is_mxfp4(values: Mapping[str, Any]) -> bool:
 
 
 def _fp8(found: Mapping[str, Any]) -> QuantizationSpec:
-    """The layouts of AutoFP8 and vLLM, e4m3 and one `weight_scale` per tensor, and of DeepSeek, one per block."""
+    """The layouts of AutoFP8 and vLLM, e4m3 and one `weight_scale` per tensor, and of DeepSeek, one per block.
+
+    transformers, and with it Mistral, has other names for scales of tensors: they are read by the usual ones.
+    """
     block = found.get("weight_block_size")
     if block is not None and (
         not isinstance(block, list)
