@@ -27,7 +27,7 @@ def read_quantization(values: Mapping[str, Any]) -> QuantizationSpec | None:
         return None
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{FIELD} must be an object, not {found!r}")
-    method = found.get("quant_method")
+    method = str(found.get("quant_method")).lower()
     readers = {
         "compressed-tensors": read_compressed_tensors,
         "fp8": _fp8,
@@ -43,13 +43,13 @@ def read_quantization(values: Mapping[str, Any]) -> QuantizationSpec | None:
         return QuantizationSpec(
             "mxfp4", "mxfp4", ignore=ignore, layout="blocks", group=GROUP_OF_MXFP4, targets=("*.experts.*",)
         )
-    return refuse(f".quant_method = {method!r}")
+    return refuse(f".quant_method = {found.get('quant_method')!r}")
 
 
 def is_mxfp4(values: Mapping[str, Any]) -> bool:
     """Whether config.json says that weights are stored in MXFP4."""
     found = values.get("quantization_config")
-    return isinstance(found, Mapping) and found.get("quant_method") == "mxfp4"
+    return isinstance(found, Mapping) and str(found.get("quant_method")).lower() == "mxfp4"
 
 
 def _fp8(found: Mapping[str, Any]) -> QuantizationSpec:
@@ -83,7 +83,11 @@ def _gptq(found: Mapping[str, Any]) -> QuantizationSpec:
     """The layouts of AutoGPTQ and GPTQModel: `checkpoint_format` gptq, whose zeros are one less, and gptq_v2."""
     if found.get("bits") != 4:
         refuse(f".bits = {found.get('bits')!r} of GPTQ")
-    layout = found.get("checkpoint_format") or "gptq"
+    # Versions of GPTQModel write one of these, or both.
+    said = {field: found[field] for field in ("checkpoint_format", "format") if found.get(field)}
+    layout = next(iter(said.values()), "gptq")
+    if any(value != layout for value in said.values()):
+        raise CheckpointError(f"{FIELD}: checkpoint_format and format of GPTQ contradict each other: {said}")
     if layout not in GPTQ_LAYOUTS or found.get("is_marlin_format"):
         refuse(f".checkpoint_format = {'marlin' if found.get('is_marlin_format') else layout!r}")
     if found.get("pack_dtype", "int32") != "int32":
@@ -92,9 +96,14 @@ def _gptq(found: Mapping[str, Any]) -> QuantizationSpec:
         if found.get(field):
             refuse(f".{field} of GPTQ")
     overrides = found.get("dynamic") or {}
-    if not isinstance(overrides, Mapping) or not all(name.startswith(SKIP) for name in overrides):
-        refuse(".dynamic: GPTQ with other bits or groups in some layers")
-    ignore = names_in({"dynamic": [f"re:{name.removeprefix(SKIP)}" for name in overrides]}, "dynamic")
+    if not isinstance(overrides, Mapping):
+        raise CheckpointError(f"{FIELD}.dynamic must be an object, not {overrides!r}")
+    # Qwen's files name modules that are like all others: they override nothing.
+    other = [name for name, values in overrides.items() if values and not name.startswith(SKIP)]
+    if other:
+        refuse(f".dynamic of {', '.join(other)}: GPTQ with other bits or groups in some layers")
+    skipped = [f"re:{name.removeprefix(SKIP)}" for name in overrides if name.startswith(SKIP)]
+    ignore = names_in({"dynamic": skipped}, "dynamic")
     group = group_in(found.get("group_size"))
     reordered = bool(found.get("desc_act")) and group > 0  # one group has no order
     return QuantizationSpec("gptq", "int4", ignore=ignore, layout=layout, group=group, reordered=reordered)
@@ -105,8 +114,10 @@ def _awq(found: Mapping[str, Any]) -> QuantizationSpec:
     bits = found.get("bits", found.get("w_bit"))
     if bits != 4:
         refuse(f".bits = {bits!r} of AWQ")
-    if str(found.get("version", "gemm")).lower() != "gemm":
-        refuse(f".version = {found['version']!r} of AWQ")
+    # AutoAWQ calls it version, GPTQModel one of the others.
+    version = found.get("version") or found.get("checkpoint_format") or found.get("format") or "gemm"
+    if str(version).lower() != "gemm":
+        refuse(f".version = {version!r} of AWQ")
     if not found.get("zero_point", True):
         refuse(".zero_point = false of AWQ")
     group = group_in(found.get("group_size", found.get("q_group_size", 128)))

@@ -1,0 +1,50 @@
+"""How `quantization_config` is read: one scheme in the words of several libraries, and the modules that it is of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.quantization.config import read_quantization
+from engine.quantization.spec import QuantizationSpec
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+
+
+def read(found: dict[str, Any]) -> QuantizationSpec:
+    spec = read_quantization({"quantization_config": found})
+    assert spec is not None
+    return spec
+
+
+@pytest.mark.parametrize(
+    ("found", "same"),
+    [
+        (GPTQ | {"quant_method": "GPTQ"}, GPTQ),
+        (GPTQ | {"checkpoint_format": "gptq", "format": "gptq", "method": "gptq"}, GPTQ),
+        (GPTQ | {"format": "gptq_v2"}, GPTQ | {"checkpoint_format": "gptq_v2"}),
+        (
+            GPTQ | {"dynamic": {"lm_head": {}, "model.embed_tokens": {}, "-:.*attn.*": {}}},
+            GPTQ | {"dynamic": {"-:.*attn.*": {}}},
+        ),
+        (AWQ | {"format": "gemm", "checkpoint_format": "gemm"}, AWQ | {"version": "GEMM"}),
+    ],
+    ids=["in capitals", "GPTQModel", "v2", "Qwen3.5", "AWQ of GPTQModel"],
+)
+def test_the_same_in_the_words_of_several_libraries(found: dict[str, Any], same: dict[str, Any]) -> None:
+    assert read(found) == read(same)
+
+
+def test_zeros_of_gptq_are_read_as_the_format_says() -> None:
+    assert read(GPTQ).layout == "gptq"
+    assert read(GPTQ | {"format": "gptq_v2"}).layout == "gptq_v2"
+
+
+def test_modules_that_qwens_gptq_leaves_plain() -> None:
+    named = {"lm_head": {}, "model.language_model.embed_tokens": {}, "-:.*attn.*": {}, "-:.*shared_expert.*": {}}
+    spec = read(GPTQ | {"dynamic": named})
+    assert spec.of("model.layers.0.linear_attn.out_proj") is None
+    assert spec.of("model.layers.0.mlp.shared_expert.up_proj") is None
+    assert spec.of("model.layers.0.mlp.experts.3.up_proj") is not None
