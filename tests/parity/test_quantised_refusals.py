@@ -192,6 +192,18 @@ def test_half_a_merged_layer_cannot_be_ignored(plain, tmp_path):
             lambda t: t.update({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(7, 1)}),
             ["up_proj.weight_scale", "[7, 1]", "96 rows"],
         ),
+        (
+            lambda t: t.update({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(8, 12)}),
+            ["up_proj.weight_scale", "[8, 12]", "96 rows"],
+        ),
+        (
+            lambda t: t.update({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(96, 1, dtype=torch.uint8)}),
+            ["up_proj.weight_scale", "uint8", "float32"],
+        ),
+        (
+            lambda t: t.update({"model.layers.0.mlp.up_proj.weight_scale": torch.full((96, 1), torch.nan)}),
+            ["up_proj.weight_scale", "no finite number"],
+        ),
         (lambda t: t.update({"model.layers.0.mlp.up_proj.weight_zero_point": torch.ones(1)}), ["zero_point"]),
     ],
 )
