@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn
@@ -35,6 +35,7 @@ class QuantizationSpec:
     has one, or all share it. scale_name: of scales on disk. zeros: whether compressed-tensors has zero points.
     reordered: whether groups are of inputs in another order (GPTQ's desc_act).
     targets: which layers, by name, "re:" and a regular expression, or "Linear" for all. others: specs of others.
+    prefixes: of a text half: what names may begin with in a list, and what they do here.
     """
 
     method: str
@@ -51,6 +52,7 @@ class QuantizationSpec:
     reordered: bool = False
     targets: tuple[str, ...] = (LINEAR,)
     others: tuple[QuantizationSpec, ...] = ()
+    prefixes: tuple[tuple[str, str], ...] = ()
 
     @property
     def all(self) -> tuple[QuantizationSpec, ...]:
@@ -76,19 +78,37 @@ class QuantizationSpec:
 
     def of(self, name: str) -> QuantizationSpec | None:
         """Return what a module of the checkpoint is held by, None where it stays plain."""
-        if any(is_named(name, entry) for entry in self.ignore):
+        names = tuple(self._in_lists(name))
+        if any(is_named(each, entry) for entry in self.ignore for each in names):
             return None
         for spec in self.all:
-            if any(target != LINEAR and fits(name, target) for target in spec.targets):
+            if any(target != LINEAR and fits(each, target) for target in spec.targets for each in names):
                 return spec
         return next((spec for spec in self.all if LINEAR in spec.targets), None)
+
+    def _in_lists(self, name: str) -> Iterator[str]:
+        """Yield what lists may call a module of the checkpoint."""
+        yield name
+        for outer, inner in self.prefixes:
+            if f"{name}.".startswith(inner):
+                yield (outer + f"{name}.".removeprefix(inner))[:-1]
 
 
 def is_named(name: str, entry: str) -> bool:
     """Whether an entry of a list of modules names this one, or one that it is part of."""
-    if entry.startswith("re:") or "*" in entry:
+    if entry.startswith("re:"):
         return fits(name, entry)
+    if "*" in entry:
+        return any(fits(each, entry) for each in within(name))
     return f".{entry}." in f".{name}."
+
+
+def within(name: str) -> Iterator[str]:
+    """Yield a module's name, and those of the ones that it is part of, from the inside out."""
+    yield name
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def fits(name: str, pattern: str) -> bool:

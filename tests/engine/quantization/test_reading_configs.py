@@ -48,3 +48,10 @@ def test_modules_that_qwens_gptq_leaves_plain() -> None:
     assert spec.of("model.layers.0.linear_attn.out_proj") is None
     assert spec.of("model.layers.0.mlp.shared_expert.up_proj") is None
     assert spec.of("model.layers.0.mlp.experts.3.up_proj") is not None
+
+
+def test_a_pattern_that_fits_a_module_leaves_all_inside_it_plain() -> None:
+    spec = read({"quant_method": "fp8", "modules_to_not_convert": ["model.layers.*.self_attn", "*.mlp.gate"]})
+    assert spec.of("model.layers.3.self_attn.q_proj") is None
+    assert spec.of("model.layers.3.mlp.gate") is None
+    assert spec.of("model.layers.3.mlp.gate_proj") is not None
