@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 # Buffers that some checkpoints saved beside the weights, and layers that predict several tokens at once (Qwen3-Next).
 NO_WEIGHTS = re.compile(r"^mtp\.|rotary_emb\.inv_freq$|\.attn\.(bias|masked_bias)$")
-# What quantised ones need not be read for: scales of activations, which get their own per token; shapes, which
-# config.json says; query scales.
-NO_NEED = re.compile(r"\.(input_scale|input_global_scale|weight_shape|q_scale)$")
-UNREAD_SCALE = re.compile(r"\.(input_scale|input_global_scale|[qkv]_scale)$")
+# What quantised ones need not be read for: scales and zeros of activations, which get their own per token or stay
+# plain; shapes, which config.json says; query scales.
+NO_NEED = re.compile(r"\.(input_scale|input_zero_point|input_global_scale|weight_shape|q_scale)$")
+UNREAD_SCALE = re.compile(r"\.(input_scale|input_zero_point|input_global_scale|[qkv]_scale)$")
 # What transformers calls scales of fp8, one for a whole tensor, as Mistral ships them -> what all others do.
 SCALES_OF_TENSORS = {".weight_scale_inv": ".weight_scale", ".activation_scale": ".input_scale"}
 HEAD = "lm_head.weight"  # saved by some though it is tied

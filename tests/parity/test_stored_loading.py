@@ -97,13 +97,14 @@ def test_what_is_not_read_is_told_at_the_start(models, tmp_path, caplog):
     for layer in range(3):
         for part in "kv":
             tensors[f"model.layers.{layer}.self_attn.{part}_proj.{part}_scale"] = torch.tensor(0.5)
+        tensors[f"model.layers.{layer}.mlp.up_proj.input_zero_point"] = torch.zeros(1, dtype=torch.int8)
     save_file(tensors, folder / "model.safetensors")
     with caplog.at_level(logging.INFO):
         ModelRunner(config(folder, dtype="float32"), SoloGroup())
     told = [record.getMessage() for record in caplog.records]
     assert not [line for line in told if "made plain" in line]
     (unread,) = [line for line in told if line.startswith("not read")]
-    assert "21 input_scale, 3 k_scale, 3 v_scale" in unread
+    assert "21 input_scale, 3 input_zero_point, 3 k_scale, 3 v_scale" in unread
 
 
 def test_a_file_beside_config_json_says_how_weights_are_stored(models, tmp_path):
