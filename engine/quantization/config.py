@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from engine.errors import CheckpointError
@@ -35,6 +36,7 @@ def read_quantization(values: Mapping[str, Any]) -> QuantizationSpec | None:
         "awq": _awq,
         "modelopt": _modelopt,
         "modelopt_fp4": _modelopt,
+        "modelopt_mixed": _modelopt,
     }
     if method in readers:
         return readers[method](found)
@@ -130,14 +132,37 @@ def _modelopt(found: Mapping[str, Any]) -> QuantizationSpec:
     inner = found.get("quantization", found)
     if not isinstance(inner, Mapping):
         raise CheckpointError(f"{FIELD}.quantization must be an object, not {inner!r}")
-    algorithm = inner.get("quant_algo")
     ignore = names_in(inner, "exclude_modules", "ignore")
-    if algorithm == "FP8":
+    if inner.get("quant_algo") == "MIXED_PRECISION":
+        return _mixed(inner.get("quantized_layers"), ignore)
+    return replace(_algorithm(inner, "quant_algo"), ignore=ignore)
+
+
+def _mixed(layers: Any, ignore: tuple[str, ...]) -> QuantizationSpec:
+    """Each layer, or module of layers, by an algorithm of its own; what is not named is plain."""
+    if not isinstance(layers, Mapping) or not all(isinstance(said, Mapping) for said in layers.values()):
+        raise CheckpointError(f"{FIELD}.quantized_layers must map layers to algorithms, not {layers!r}")
+    named: dict[QuantizationSpec, list[str]] = {}
+    for name, said in layers.items():
+        if said.get("quant_algo") in (None, "UNQUANTIZED"):
+            ignore = (*ignore, name)
+        elif not name.startswith("mtp."):  # these predict several tokens at once, and are not run
+            named.setdefault(_algorithm(said, f"quantized_layers: {name}"), []).append(name)
+    specs = [replace(spec, named=frozenset(names), targets=()) for spec, names in named.items()]
+    if not specs:
+        refuse(".quantized_layers without a layer")
+    return replace(specs[0], ignore=ignore, others=tuple(specs[1:]))
+
+
+def _algorithm(said: Mapping[str, Any], field: str) -> QuantizationSpec:
+    """Return how layers are held by one algorithm of modelopt. field: where it stands."""
+    algorithm = said.get("quant_algo")
+    if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
         logger.info(STATIC)
-        return QuantizationSpec("modelopt", "fp8", ignore=ignore)
-    if algorithm == "NVFP4":
-        group = inner.get("group_size")
+        return QuantizationSpec("modelopt", "fp8")
+    if algorithm in ("NVFP4", "W4A16_NVFP4"):
+        group = said.get("group_size")
         if group not in (None, GROUP_OF_NVFP4):
             refuse(f".group_size = {group!r} of NVFP4")
-        return QuantizationSpec("modelopt", "nvfp4", ignore=ignore, layout="modelopt", group=GROUP_OF_NVFP4)
-    return refuse(f".quant_algo = {algorithm!r} of modelopt")
+        return QuantizationSpec("modelopt", "nvfp4", layout="modelopt", group=GROUP_OF_NVFP4)
+    return refuse(f".{field} = {algorithm!r} of modelopt")

@@ -13,8 +13,8 @@ from engine.errors import CheckpointError
 FIELD = "config.json: quantization_config"
 SERVED = (
     "served are compressed-tensors (int8 per channel, int4 by group, fp8 per tensor, channel and block, NVFP4, "
-    "MXFP4), fp8 with or without weight_block_size, GPTQ and AWQ in 4 bits, modelopt's FP8 and NVFP4, MXFP4 of "
-    "gpt-oss. Or take the unquantised checkpoint with --quantization int8 or int4, or fp8 on a GPU"
+    "MXFP4), fp8 with or without weight_block_size, GPTQ and AWQ in 4 bits, modelopt's FP8, NVFP4 and mixtures of "
+    "these, MXFP4 of gpt-oss. Or take the unquantised checkpoint with --quantization int8 or int4, or fp8 on a GPU"
 )
 LINEAR = "Linear"
 FOUR_BITS = ("int4", "nvfp4", "mxfp4")
@@ -35,6 +35,7 @@ class QuantizationSpec:
     has one, or all share it. scale_name: of scales on disk. zeros: whether compressed-tensors has zero points.
     reordered: whether groups are of inputs in another order (GPTQ's desc_act).
     targets: which layers, by name, "re:" and a regular expression, or "Linear" for all. others: specs of others.
+    named: which layers, by name, or that of a module that they are part of.
     prefixes: of a text half: what names may begin with in a list, and what they do here.
     """
 
@@ -51,6 +52,7 @@ class QuantizationSpec:
     zeros: bool = False
     reordered: bool = False
     targets: tuple[str, ...] = (LINEAR,)
+    named: frozenset[str] = frozenset()
     others: tuple[QuantizationSpec, ...] = ()
     prefixes: tuple[tuple[str, str], ...] = ()
 
@@ -81,6 +83,9 @@ class QuantizationSpec:
         names = tuple(self._in_lists(name))
         if any(is_named(each, entry) for entry in self.ignore for each in names):
             return None
+        for part in (part for each in names for part in within(each)):  # the nearest that is named
+            if (found := next((spec for spec in self.all if part in spec.named), None)) is not None:
+                return found
         for spec in self.all:
             if any(target != LINEAR and fits(each, target) for target in spec.targets for each in names):
                 return spec

@@ -52,7 +52,16 @@ REFUSED = {
     "awq symmetric": (AWQ | {"zero_point": False}, ["zero_point = false"]),
     "blocks": ({"quant_method": "fp8", "weight_block_size": [128]}, ["weight_block_size", "[128]", "[128, 128]"]),
     "e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, ["fmt = 'e5m2'"]),
-    "modelopt mixed": (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, ["quant_algo = 'MIXED_PRECISION'"]),
+    "modelopt other": (MODELOPT | {"quant_algo": "NVFP4_SVD"}, ["quant_algo = 'NVFP4_SVD'"]),
+    "modelopt mixed": (
+        MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"model.a.b": {"quant_algo": "W4A8_AWQ"}}},
+        ["quantized_layers: model.a.b = 'W4A8_AWQ'"],
+    ),
+    "modelopt no mixture": (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, ["quantized_layers must map"]),
+    "modelopt empty mixture": (
+        MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"mtp.fc": {"quant_algo": "FP8_PB_WO"}}},
+        ["quantized_layers without a layer"],
+    ),
     "modelopt groups": (MODELOPT | {"group_size": 32}, ["group_size = 32 of NVFP4"]),
     "int8 groups": (scheme("int", "pack-quantized", strategy="group", activations=None), ["8 bits", "per group"]),
     "marlin": (scheme("int", "marlin-24", activations=None), ["marlin-24"]),

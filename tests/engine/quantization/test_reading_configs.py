@@ -10,6 +10,7 @@ from engine.quantization.config import read_quantization
 from engine.quantization.spec import QuantizationSpec
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
+MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head"]}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
 
 
@@ -30,8 +31,10 @@ def read(found: dict[str, Any]) -> QuantizationSpec:
             GPTQ | {"dynamic": {"-:.*attn.*": {}}},
         ),
         (AWQ | {"format": "gemm", "checkpoint_format": "gemm"}, AWQ | {"version": "GEMM"}),
+        (MODELOPT | {"quant_algo": "W4A16_NVFP4"}, MODELOPT | {"quant_algo": "NVFP4", "group_size": 16}),
+        (MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, MODELOPT | {"quant_algo": "FP8"}),
     ],
-    ids=["in capitals", "GPTQModel", "v2", "Qwen3.5", "AWQ of GPTQModel"],
+    ids=["in capitals", "GPTQModel", "v2", "Qwen3.5", "AWQ of GPTQModel", "weights alone", "by channel"],
 )
 def test_the_same_in_the_words_of_several_libraries(found: dict[str, Any], same: dict[str, Any]) -> None:
     assert read(found) == read(same)
@@ -55,3 +58,16 @@ def test_a_pattern_that_fits_a_module_leaves_all_inside_it_plain() -> None:
     assert spec.of("model.layers.3.self_attn.q_proj") is None
     assert spec.of("model.layers.3.mlp.gate") is None
     assert spec.of("model.layers.3.mlp.gate_proj") is not None
+
+
+def test_the_nearest_module_that_is_named_says_how_a_layer_is_held() -> None:
+    layers = {
+        "model.layers.1.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16},
+        "model.layers.1.mlp.experts.3": {"quant_algo": "FP8"},
+        "model.layers.1.mlp.experts.4": {"quant_algo": None},
+    }
+    spec = read({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers})
+    held = [spec.of(f"model.layers.1.mlp.experts.{number}.up_proj") for number in (1, 3, 4, 13)]
+    assert [each and each.weights for each in held] == ["nvfp4", "fp8", None, "nvfp4"]
+    assert spec.of("model.layers.11.mlp.experts.1.up_proj") is None
+    assert spec.of("model.layers.1.mlp.gate") is None
