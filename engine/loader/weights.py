@@ -38,7 +38,7 @@ from engine.models.blueprint import build_model
 from engine.models.causal_lm import CausalLM
 from engine.models.config import ModelConfig
 from engine.models.text_halves import text_names
-from engine.quantization.select import quantize
+from engine.quantization.select import quantize, quantize_head
 from engine.quantization.spec import QuantizationSpec
 from parallel.group import Group
 from parallel.linear import ParallelLinear
@@ -90,6 +90,8 @@ def _load(
         logger.info("text half of %s: %d tensors of its other parts are not read", config.text_half_of, apart)
     if quantization is not None and quantization.method == "fp8" and quantization.block is None:
         checkpoint.select(usual_scale_names(checkpoint.names))
+    if quantization is not None and model.head.weight is not model.table:
+        quantize_head(model.head, HEAD.removesuffix(".weight"), quantization, checkpoint.names)
     rules = list(model.weights(checkpoint.names))
     wanted = {name for rule in rules for name in rule.names}
     spare = {name for rule in rules for name in rule.spare_names}

@@ -94,7 +94,7 @@ def _gptq(found: Mapping[str, Any]) -> QuantizationSpec:
         refuse(f".checkpoint_format = {'marlin' if found.get('is_marlin_format') else layout!r}")
     if found.get("pack_dtype", "int32") != "int32":
         refuse(f".pack_dtype = {found['pack_dtype']!r} of GPTQ")
-    for field in ("lm_head", "modules_in_block_to_quantize", "modules_to_not_convert"):
+    for field in ("modules_in_block_to_quantize", "modules_to_not_convert"):
         if found.get(field):
             refuse(f".{field} of GPTQ")
     overrides = found.get("dynamic") or {}

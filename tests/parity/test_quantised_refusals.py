@@ -38,7 +38,7 @@ REFUSED = {
     "unknown": ({"quant_method": "bitsandbytes"}, ["'bitsandbytes'", "GPTQ and AWQ"]),
     "gptq 8": (GPTQ | {"bits": 8}, [".bits = 8 of GPTQ"]),
     "gptq marlin": (GPTQ | {"checkpoint_format": "marlin"}, ["checkpoint_format = 'marlin'"]),
-    "gptq head": (GPTQ | {"lm_head": True}, ["lm_head of GPTQ"]),
+    "gptq modules": (GPTQ | {"modules_in_block_to_quantize": [["q"]]}, ["modules_in_block_to_quantize of GPTQ"]),
     "gptq mixed": (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 8}}}, ["dynamic", "other bits"]),
     "gptq mixed by default": (GPTQ | {"dynamic": {".*down.*": {"bits": 8}}}, [".*down.*", "other bits"]),
     "gptq format": (GPTQ | {"format": "marlin"}, ["checkpoint_format = 'marlin'"]),

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup
@@ -78,6 +79,22 @@ def test_layers_of_one_model_may_be_held_in_unlike_ways(models, tmp_path):
     held = Counter(type(part.method).__name__ for part in runner.model.layers.modules() if hasattr(part, "method"))
     assert held["FourBitLinear"] + held["NativeFourBitLinear"] == 5
     assert held["Fp8WeightLinear"] + held["NativeFp8Linear"] == 6
+
+
+@pytest.mark.parametrize("kind", ["int4", "deepseek", "modelopt nvfp4", "mistral", "int8"])
+def test_an_output_head_may_be_stored_quantised_too(two_ranks, models, tmp_path, kind):
+    """It is made plain as it is loaded."""
+    found, make = FORMATS[kind]
+    store(models("llama")[1], tmp_path, dict(found) | {"ignore": [], "exclude_modules": []}, make)
+    file = tmp_path / "stored" / "model.safetensors"
+    tensors = load_file(file)
+    stored, stands_for = make(tensors.pop("lm_head.weight").float())
+    save_file(tensors | {f"lm_head.{leaf}": part.contiguous() for leaf, part in stored.items()}, file)
+    model = oracle(tmp_path)
+    model.lm_head.weight.data = stands_for
+    asked = config(tmp_path / "stored", dtype="float32")
+    check(model, Stepper(ModelRunner(asked, SoloGroup())).generate)
+    check(model, gang(two_ranks, replace(asked, tensor_parallel_size=2)).generate)
 
 
 def test_modelopt_may_hold_each_layer_by_an_algorithm_of_its_own(models, tmp_path):
