@@ -14,6 +14,10 @@ from engine.quantization.spec import FIELD, QuantizationSpec, group_in, names_in
 logger = logging.getLogger(__name__)
 
 GROUP_OF_NVFP4, GROUP_OF_MXFP4 = 16, 32
+# AutoRound's packings, which are those of two others.
+PACKINGS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
+PLAIN_BITS = 16
+IN_EXPRESSIONS = frozenset("*+?^$()[]{}|\\")
 GPTQ_LAYOUTS = ("gptq", "gptq_v2")
 SKIP = "-:"  # GPTQModel's `dynamic`: modules that this and a regular expression names are not quantised
 
@@ -34,6 +38,7 @@ def read_quantization(values: Mapping[str, Any]) -> QuantizationSpec | None:
         "fp8": _fp8,
         "gptq": _gptq,
         "awq": _awq,
+        "auto-round": _auto_round,
         "modelopt": _modelopt,
         "modelopt_fp4": _modelopt,
         "modelopt_mixed": _modelopt,
@@ -125,6 +130,29 @@ def _awq(found: Mapping[str, Any]) -> QuantizationSpec:
     group = group_in(found.get("group_size", found.get("q_group_size", 128)))
     ignore = names_in(found, "modules_to_not_convert")
     return QuantizationSpec("awq", "int4", ignore=ignore, layout="awq", group=group)
+
+
+def _auto_round(found: Mapping[str, Any]) -> QuantizationSpec:
+    """AutoRound in four bits, which lie as those of GPTQ or AWQ; `extra_config` names layers unlike all others."""
+    packing = found.get("packing_format")
+    if not isinstance(packing, str) or packing not in PACKINGS:
+        refuse(f".packing_format = {packing!r} of auto-round")
+    if found.get("data_type", "int") != "int":
+        refuse(f".data_type = {found['data_type']!r} of auto-round")
+    extra = found.get("extra_config") or {}
+    if not isinstance(extra, Mapping) or not all(isinstance(said, Mapping) for said in extra.values()):
+        raise CheckpointError(f"{FIELD}.extra_config must map layers to what they have, not {extra!r}")
+    plain: list[str] = []
+    for name, said in extra.items():
+        bits = said.get("bits", found.get("bits"))
+        if isinstance(bits, int) and bits >= PLAIN_BITS:
+            plain.append(f"re:.*(?:{name})" if IN_EXPRESSIONS & {*name} else name)
+        elif any(said.get(field, found.get(field)) != found.get(field) for field in ("bits", "group_size", "sym")):
+            refuse(f".extra_config of {name}: auto-round with other bits or groups in some layers")
+    method = PACKINGS[packing]
+    usual = {field: found.get(field) for field in ("bits", "group_size")}
+    spec = _gptq(usual) if method == "gptq" else _awq(usual)
+    return replace(spec, ignore=names_in({"extra_config": plain}, "extra_config"))
 
 
 def _modelopt(found: Mapping[str, Any]) -> QuantizationSpec:

@@ -13,8 +13,9 @@ from engine.errors import CheckpointError
 FIELD = "config.json: quantization_config"
 SERVED = (
     "served are compressed-tensors (int8 per channel, int4 by group, fp8 per tensor, channel and block, NVFP4, "
-    "MXFP4), fp8 with or without weight_block_size, GPTQ and AWQ in 4 bits, modelopt's FP8, NVFP4 and mixtures of "
-    "these, MXFP4 of gpt-oss. Or take the unquantised checkpoint with --quantization int8 or int4, or fp8 on a GPU"
+    "MXFP4), fp8 with or without weight_block_size, GPTQ, AWQ and AutoRound in 4 bits, modelopt's FP8, NVFP4 and "
+    "mixtures of these, MXFP4 of gpt-oss. Or take the unquantised checkpoint with --quantization int8 or int4, or "
+    "fp8 on a GPU"
 )
 LINEAR = "Linear"
 FOUR_BITS = ("int4", "nvfp4", "mxfp4")

@@ -33,9 +33,10 @@ def plain(tmp_path_factory):
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 128}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 REFUSED = {
-    "unknown": ({"quant_method": "bitsandbytes"}, ["'bitsandbytes'", "GPTQ and AWQ"]),
+    "unknown": ({"quant_method": "bitsandbytes"}, ["'bitsandbytes'", "GPTQ, AWQ and AutoRound"]),
     "gptq 8": (GPTQ | {"bits": 8}, [".bits = 8 of GPTQ"]),
     "gptq marlin": (GPTQ | {"checkpoint_format": "marlin"}, ["checkpoint_format = 'marlin'"]),
     "gptq modules": (GPTQ | {"modules_in_block_to_quantize": [["q"]]}, ["modules_in_block_to_quantize of GPTQ"]),
@@ -46,6 +47,11 @@ REFUSED = {
     "gptq overrides": (GPTQ | {"dynamic": ["lm_head"]}, ["dynamic", "must be an object"]),
     "gptq groups": (GPTQ | {"group_size": 100}, ["group_size", "100", "multiple of 8"]),
     "gptq group": (GPTQ | {"group_size": "128"}, ["group_size", "'128'"]),
+    "auto-round 2": (AUTO_ROUND | {"bits": 2}, [".bits = 2 of GPTQ"]),
+    "auto-round mixed": (AUTO_ROUND | {"extra_config": {".*down.*": {"bits": 8}}}, [".*down.*", "other bits"]),
+    "auto-round floats": (AUTO_ROUND | {"data_type": "mx_fp"}, ["data_type = 'mx_fp'"]),
+    "auto-round packing": (AUTO_ROUND | {"packing_format": "auto_round:fp8"}, ["packing_format = 'auto_round:fp8'"]),
+    "auto-round list": (AUTO_ROUND | {"extra_config": {"a": 16}}, ["extra_config", "must map"]),
     "awq gemv": (AWQ | {"version": "gemv"}, ["version = 'gemv'"]),
     "awq gemv of GPTQModel": ({"quant_method": "awq", "bits": 4, "format": "gemv"}, ["version = 'gemv'"]),
     "awq 8": (AWQ | {"bits": 8}, [".bits = 8 of AWQ"]),

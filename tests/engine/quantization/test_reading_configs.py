@@ -10,6 +10,7 @@ from engine.quantization.config import read_quantization
 from engine.quantization.spec import QuantizationSpec
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "data_type": "int"}
 MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head"]}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
 
@@ -31,10 +32,11 @@ def read(found: dict[str, Any]) -> QuantizationSpec:
             GPTQ | {"dynamic": {"-:.*attn.*": {}}},
         ),
         (AWQ | {"format": "gemm", "checkpoint_format": "gemm"}, AWQ | {"version": "GEMM"}),
+        (AUTO_ROUND | {"packing_format": "auto_round:auto_gptq"}, GPTQ),
+        (AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "sym": False}, AWQ),
         (MODELOPT | {"quant_algo": "W4A16_NVFP4"}, MODELOPT | {"quant_algo": "NVFP4", "group_size": 16}),
         (MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, MODELOPT | {"quant_algo": "FP8"}),
     ],
-    ids=["in capitals", "GPTQModel", "v2", "Qwen3.5", "AWQ of GPTQModel", "weights alone", "by channel"],
 )
 def test_the_same_in_the_words_of_several_libraries(found: dict[str, Any], same: dict[str, Any]) -> None:
     assert read(found) == read(same)
@@ -71,3 +73,17 @@ def test_the_nearest_module_that_is_named_says_how_a_layer_is_held() -> None:
     assert [each and each.weights for each in held] == ["nvfp4", "fp8", None, "nvfp4"]
     assert spec.of("model.layers.11.mlp.experts.1.up_proj") is None
     assert spec.of("model.layers.1.mlp.gate") is None
+
+
+def test_layers_that_autoround_leaves_plain() -> None:
+    """By their names, or by expressions that are found anywhere in them."""
+    extra = {
+        "model.layers.0.self_attn.q_proj": {"bits": 16, "data_type": "fp"},
+        "layers\\.1\\.mlp.*": {"bits": 16},
+        "model.layers.2.mlp.up_proj": {"bits": 4, "group_size": 128},
+    }
+    spec = read(AUTO_ROUND | {"packing_format": "auto_round:auto_gptq", "extra_config": extra})
+    assert spec.of("model.layers.0.self_attn.q_proj") is None
+    assert spec.of("model.layers.1.mlp.up_proj") is None
+    assert spec.of("model.layers.2.mlp.up_proj") is not None
+    assert spec.of("model.layers.10.self_attn.q_proj") is not None
