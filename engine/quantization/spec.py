@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
+from functools import lru_cache
 from typing import Any, NoReturn
 
 from engine.errors import CheckpointError
@@ -82,7 +83,7 @@ class QuantizationSpec:
     def of(self, name: str) -> QuantizationSpec | None:
         """Return what a module of the checkpoint is held by, None where it stays plain."""
         names = tuple(self._in_lists(name))
-        if any(is_named(each, entry) for entry in self.ignore for each in names):
+        if any(map(naming(self.ignore), names)):
             return None
         for part in (part for each in names for part in within(each)):  # the nearest that is named
             if (found := next((spec for spec in self.all if part in spec.named), None)) is not None:
@@ -100,13 +101,29 @@ class QuantizationSpec:
                 yield (outer + f"{name}.".removeprefix(inner))[:-1]
 
 
-def is_named(name: str, entry: str) -> bool:
-    """Whether an entry of a list of modules names this one, or one that it is part of."""
-    if entry.startswith("re:"):
-        return fits(name, entry)
-    if "*" in entry:
-        return any(fits(each, entry) for each in within(name))
-    return f".{entry}." in f".{name}."
+@lru_cache(maxsize=16)
+def naming(entries: tuple[str, ...]) -> Callable[[str], bool]:
+    """Return what tells whether a list of modules names one, or one that it is part of.
+
+    Lists have hundreds of entries, and models tens of thousands of experts' layers.
+    """
+    literal = frozenset(entry for entry in entries if "*" not in entry and not entry.startswith("re:"))
+    expressions = [re.compile(entry[3:]) for entry in entries if entry.startswith("re:")]
+    patterns = [translate(entry) for entry in entries if "*" in entry and not entry.startswith("re:")]
+    any_pattern = re.compile("|".join(patterns)) if patterns else None
+
+    @lru_cache(maxsize=1024)  # many layers are part of the same ones
+    def fits_pattern(part: str) -> bool:
+        return any_pattern is not None and any_pattern.match(part) is not None
+
+    def named(name: str) -> bool:
+        if any(expression.match(name) for expression in expressions) or any(map(fits_pattern, within(name))):
+            return True
+        parts = name.split(".")
+        ends = range(1, len(parts) + 1)
+        return any(".".join(parts[first:end]) in literal for end in ends for first in range(end))
+
+    return named
 
 
 def within(name: str) -> Iterator[str]:
