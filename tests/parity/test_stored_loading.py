@@ -121,6 +121,18 @@ def test_a_file_beside_config_json_says_how_weights_are_stored(models, tmp_path)
     assert model_fingerprint(str(folder), "float32") != first
 
 
+def test_a_file_beside_config_json_names_the_layers_of_a_mixture(models, tmp_path):
+    made(models, tmp_path, "llama", "modelopt nvfp4")
+    folder = tmp_path / "stored"
+    edit(folder, quantization_config={"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": []})
+    layers = {"model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16}}
+    said = {"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(said))
+    quantization = open_model(str(folder)).config.quantization
+    assert quantization.of("model.layers.0.mlp.up_proj").weights == "nvfp4"
+    assert quantization.of("model.layers.1.mlp.up_proj") is None
+
+
 def test_groups_of_inputs_in_another_order_are_for_one_rank(models, tmp_path):
     made(models, tmp_path, "llama", "gptq desc_act")
     (tmp_path / "stored" / "model.safetensors").unlink()
