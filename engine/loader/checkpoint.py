@@ -274,6 +274,12 @@ def read_config(folder: Path, overrides: str | None = None) -> dict[str, Any]:
     return overridden(values, json.loads(overrides)) if overrides else values
 
 
+def _is_elsewhere(found: Any) -> bool:
+    """Whether config.json leaves it to modelopt's own file how weights are stored, or which layers are stored how."""
+    mixed = isinstance(found, Mapping) and found.get("quant_algo") == "MIXED_PRECISION"
+    return not found or (mixed and not found.get("quantized_layers"))
+
+
 def open_model(
     model: str, files: Sequence[str] = HUB_FILES, impl: str = "auto", overrides: str | None = None
 ) -> ModelFolder:
@@ -289,7 +295,7 @@ def open_model(
     values = read_config(path, overrides)
     if values.get("auto_map"):
         logger.warning("%s brings its own code (auto_map), which is ignored", path)
-    if not values.get("quantization_config") and (path / QUANTIZATION_FILE).is_file():
+    if _is_elsewhere(values.get("quantization_config")) and (path / QUANTIZATION_FILE).is_file():
         said = read_json(path / QUANTIZATION_FILE)
         values = {**values, "quantization_config": {"quant_method": "modelopt", **said}}
     if HFConfig(values).architecture in MULTIMODAL and (head := _has_head(path)) is not None:

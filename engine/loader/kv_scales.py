@@ -17,7 +17,8 @@ from parallel.sharding import kv_head_start, kv_heads_per_rank
 
 logger = logging.getLogger(__name__)
 
-KV_SCALE = re.compile(r"(layers\.\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale$")
+# Mixers are those of Nemotron-H.
+KV_SCALE = re.compile(r"(layers\.\d+)\.(?:self_attn|mixer)\.(?:attn\.|[kv]_proj\.)?([kv])_scale$")
 
 
 def read_kv_scales(folder: Path, model: CausalLM) -> tuple[Tensor | None, ...]:

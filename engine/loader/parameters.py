@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from engine.errors import CheckpointError
@@ -12,7 +13,8 @@ from engine.layers.base import WeightRule
 from engine.loader.safetensors_file import Checkpoint, TensorOnDisk
 from engine.loader.weight_reader import Told, fill
 from engine.models.causal_lm import CausalLM
-from parallel.parameter import Recipe, ShardedParameter, TensorSource, Transfer, WeightSource
+from engine.quantization.layout import EIGHT_BIT_SCALES, of_outputs
+from parallel.parameter import Recipe, ShardedParameter, TensorSource, Transfer
 
 
 def fill_as_on_disk(
@@ -31,15 +33,17 @@ def fill_as_on_disk(
 
 
 def load_scale(model: CausalLM, rule: WeightRule, checkpoint: Checkpoint, name: str) -> None:
-    """Fill a scale for each row. Raises `CheckpointError` for another number of them."""
+    """Fill a scale for each row from these, or from a single one.
+
+    Raises `CheckpointError` for another number or type of them, and where one is no number.
+    """
     source = checkpoint.source(name)
-    scales = ScaleSource(source, rule.shape[0])
-    if tuple(scales.get_shape()) != rule.shape:
-        raise CheckpointError(
-            f"{source.file.path}: tensor {name} has shape {list(source.shape)}, and a scale for each of "
-            f"{rule.shape[0]} rows or a single one is wanted"
-        )
-    _sharded(model.get_parameter(rule.target), rule).load(scales, rule.part)
+    _check_dtype(source, name, EIGHT_BIT_SCALES)
+    try:
+        scales = of_outputs(source[:], rule.shape[0], name)
+    except ValueError as error:
+        raise CheckpointError(f"{source.file.path}: tensor {error}") from error
+    _sharded(model.get_parameter(rule.target), rule).load(TensorSource(scales.expand(rule.shape)), rule.part)
 
 
 def load_by_recipe(
@@ -58,9 +62,7 @@ def load_by_recipe(
                 f"{source.file.path}: tensor {name} has shape {list(source.shape)}, config.json makes it "
                 f"{list(wanted.shape)}"
             )
-        if source.dtype not in wanted.dtypes:
-            dtypes = " or ".join(str(dtype).removeprefix("torch.") for dtype in wanted.dtypes)
-            raise CheckpointError(f"{source.file.path}: tensor {name} is of {source.dtype}, not {dtypes}")
+        _check_dtype(source, name, wanted.dtypes)
         tensors[leaf] = source[:]
     try:
         made = recipe.make(tensors)
@@ -82,19 +84,10 @@ def load_made(model: CausalLM, rule: WeightRule, tensor: Tensor, folder: Path) -
     _sharded(model.get_parameter(rule.target), rule).load(TensorSource(tensor), rule.part, rule.transposed)
 
 
-class ScaleSource(WeightSource):
-    """Scales on disk as one per row: from (rows, 1) or (rows,), or a single one for all."""
-
-    def __init__(self, source: WeightSource, rows: int) -> None:
-        self._scales = source[:].flatten()
-        self._rows = rows
-
-    def get_shape(self) -> Sequence[int]:
-        """Return (rows,), or what is there where that is neither one nor as many."""
-        return (self._rows if len(self._scales) == 1 else len(self._scales),)
-
-    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
-        return self._scales.expand(self.get_shape()[0])[index]
+def _check_dtype(source: TensorOnDisk, name: str, wanted: Sequence[torch.dtype]) -> None:
+    if source.dtype not in wanted:
+        dtypes = " or ".join(str(dtype).removeprefix("torch.") for dtype in wanted)
+        raise CheckpointError(f"{source.file.path}: tensor {name} is of {source.dtype}, not {dtypes}")
 
 
 def _reads(

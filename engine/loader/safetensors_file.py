@@ -232,8 +232,8 @@ class Checkpoint:
         return set(self._on_disk)
 
     def select(self, names: Mapping[str, str]) -> None:
-        """Have only these tensors from now on, by other names. names: new name -> name on disk."""
-        self._on_disk = dict(names)
+        """Have only these tensors from now on, by other names. names: new name -> name until now."""
+        self._on_disk = {new: self._on_disk[name] for new, name in names.items()}
 
     def source(self, name: str) -> TensorOnDisk:
         """Return a tensor, to be read by slices."""

@@ -23,10 +23,12 @@ logger = logging.getLogger(__name__)
 
 # Buffers that some checkpoints saved beside the weights, and layers that predict several tokens at once (Qwen3-Next).
 NO_WEIGHTS = re.compile(r"^mtp\.|rotary_emb\.inv_freq$|\.attn\.(bias|masked_bias)$")
-# What quantised ones need not be read for: scales of activations, which get their own per token; shapes, which
-# config.json says; query scales.
-NO_NEED = re.compile(r"\.(input_scale|input_global_scale|weight_shape|q_scale)$")
-UNREAD_SCALE = re.compile(r"\.(input_scale|input_global_scale|[qkv]_scale)$")
+# What quantised ones need not be read for: scales and zeros of activations, which get their own per token or stay
+# plain; shapes, which config.json says; query scales.
+NO_NEED = re.compile(r"\.(input_scale|input_zero_point|input_global_scale|weight_shape|q_scale)$")
+UNREAD_SCALE = re.compile(r"\.(input_scale|input_zero_point|input_global_scale|[qkv]_scale)$")
+# What transformers calls scales of fp8, one for a whole tensor, as Mistral ships them -> what all others do.
+SCALES_OF_TENSORS = {".weight_scale_inv": ".weight_scale", ".activation_scale": ".input_scale"}
 HEAD = "lm_head.weight"  # saved by some though it is tied
 ROWS_COMPARED = 4096
 LAYER = re.compile(r"layers\.\d+")
@@ -39,6 +41,21 @@ def names_on_disk(names: Iterable[str], rules: list[WeightRule]) -> dict[str, st
     if any(name.startswith(prefix) for name in names):
         return {name: name for name in names}
     return {(name if name == HEAD else prefix + name): name for name in names}
+
+
+def usual_scale_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the names of tensors in fp8 with one scale each, as most checkpoints have them -> name on disk.
+
+    Raises `CheckpointError` for a tensor that is there under two names.
+    """
+    found: dict[str, str] = {}
+    for name in sorted(names):
+        leaf = next((leaf for leaf in SCALES_OF_TENSORS if name.endswith(leaf)), "")
+        usual = name.removesuffix(leaf) + SCALES_OF_TENSORS.get(leaf, "")
+        if usual in found:
+            raise CheckpointError(f"the checkpoint holds {usual} twice: {found[usual]} and {name}")
+        found[usual] = name
+    return found
 
 
 def all_names(config: ModelConfig, quantization: QuantizationSpec | None, on_disk: Collection[str]) -> Iterator[str]:

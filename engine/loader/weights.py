@@ -31,13 +31,14 @@ from engine.loader.tensor_names import (
     names_on_disk,
     refuse_tensors,
     tell_unread,
+    usual_scale_names,
 )
 from engine.loader.weight_reader import Told
 from engine.models.blueprint import build_model
 from engine.models.causal_lm import CausalLM
 from engine.models.config import ModelConfig
 from engine.models.text_halves import text_names
-from engine.quantization.select import quantize
+from engine.quantization.select import quantize, quantize_head
 from engine.quantization.spec import QuantizationSpec
 from parallel.group import Group
 from parallel.linear import ParallelLinear
@@ -87,6 +88,10 @@ def _load(
         half, apart = text_names(checkpoint.names)
         checkpoint.select(half)
         logger.info("text half of %s: %d tensors of its other parts are not read", config.text_half_of, apart)
+    if quantization is not None and quantization.method == "fp8" and quantization.block is None:
+        checkpoint.select(usual_scale_names(checkpoint.names))
+    if quantization is not None and model.head.weight is not model.table:
+        quantize_head(model.head, HEAD.removesuffix(".weight"), quantization, checkpoint.names)
     rules = list(model.weights(checkpoint.names))
     wanted = {name for rule in rules for name in rule.names}
     spare = {name for rule in rules for name in rule.spare_names}

@@ -6,12 +6,12 @@ Needs no torch: a router reads checkpoints too.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any, Self
 
 from engine.errors import CheckpointError, UnsupportedFieldError
-from engine.models.text_halves import MULTIMODAL, text_half
+from engine.models.text_halves import MULTIMODAL, PREFIXES, text_half
 from engine.quantization.config import is_mxfp4, read_quantization
 from engine.quantization.spec import QuantizationSpec
 
@@ -219,6 +219,9 @@ class ModelConfig:
         vocab = hf.integer("vocab_size")
         # A checkpoint of 4 bits, gpt-oss say, need not name what it was trained in.
         dtype = "bfloat16" if is_mxfp4(values) else "float32"
+        quantization = read_quantization(values)
+        if quantization is not None and text_half_of:
+            quantization = replace(quantization, prefixes=PREFIXES)
         return cls(
             architecture=hf.architecture,
             hidden_size=hf.integer(hf.spelling("hidden_size")),
@@ -227,7 +230,7 @@ class ModelConfig:
             max_positions=hf.integer(hf.spelling("max_position_embeddings")),
             dtype=str(hf.get("dtype", hf.get("torch_dtype", dtype))).removeprefix("torch."),
             eos_token_ids=known_token_ids(hf.get("eos_token_id"), vocab),
-            quantization=read_quantization(values),
+            quantization=quantization,
             hf=hf,
             raw=values,
             text_half_of=text_half_of,

@@ -82,8 +82,6 @@ PREFIXES = (
     ("model.text_model.", "model."),
     ("language_model.lm_head.", "lm_head."),
 )
-# Of a quantised checkpoint: modules that are plain.
-LISTS = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules")
 OTHERS = re.compile(
     r"(?:model\.)?[a-z_]*(?:vision|visual|image|video|audio|speech|modal|projector|connector|merger|aligner|qformer|"
     r"generation|vqmodel)[a-z_0-9]*(?:\.|$)"
@@ -120,25 +118,12 @@ def text_half(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise CheckpointError(f"config.json: the text half of {name} is {kind!r}, which is not supported")
     said = {field: values[field] for field in OUTER if values.get(field) is not None and text.get(field) is None}
-    if isinstance(quantized := said.get("quantization_config"), Mapping):
-        said["quantization_config"] = {
-            field: [text_name(name) for name in value] if field in LISTS and isinstance(value, list) else value
-            for field, value in quantized.items()
-        }
     # A family has a width of its own where a config is silent.
     if getattr(half, "num_attention_heads", 0) and "head_dim" not in half.to_dict():
         said["head_dim"] = half.hidden_size // half.num_attention_heads
     said["tie_word_embeddings"] = whole.tie_word_embeddings  # whatever the half says of itself
     architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
     return {**half.to_dict(), **said, **always, "model_type": kind, "architectures": architectures}
-
-
-def text_name(module: str) -> str:
-    """Return what the text half calls a module of the multimodal model; others keep their names."""
-    for prefix, plain in PREFIXES:
-        if f"{module}.".startswith(prefix):
-            return (plain + f"{module}.".removeprefix(prefix))[:-1]
-    return module
 
 
 def text_names(names: Iterable[str]) -> tuple[dict[str, str], int]:

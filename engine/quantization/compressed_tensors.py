@@ -38,6 +38,8 @@ def read_compressed_tensors(found: Mapping[str, Any]) -> QuantizationSpec:
     if not isinstance(groups, Mapping) or not groups:
         refuse(".config_groups: no group of layers")
     sparsity = found.get("sparsity_config") or {}
+    if not isinstance(sparsity, Mapping):
+        raise CheckpointError(f"{FIELD}.sparsity_config must be an object, not {sparsity!r}")
     if sparsity.get("format", "dense") != "dense" or found.get("transform_config"):
         refuse(": sparse or transformed weights")
     ignore = names_in(found, "ignore")
@@ -48,9 +50,10 @@ def read_compressed_tensors(found: Mapping[str, Any]) -> QuantizationSpec:
 def _group(group: Any, layout: Any, ignore: tuple[str, ...]) -> QuantizationSpec:
     if not isinstance(group, Mapping) or not isinstance(weights := group.get("weights"), Mapping):
         refuse(f"{WHERE}no weights are quantised")
-    kind = (str(weights.get("type", "int")), weights.get("num_bits", 8))
+    bits = weights.get("num_bits", 8)
+    kind = (str(weights.get("type", "int")), bits if isinstance(bits, int) else 0)
     if kind not in FORMATS:
-        refuse(f"{WHERE}weights of {kind[1]} bits, {kind[0]}")
+        refuse(f"{WHERE}weights of {bits} bits, {kind[0]}")
     layout = group.get("format") or layout
     if layout not in FORMATS[kind]:
         refuse(f".format = {layout!r} of {kind[0]} weights of {kind[1]} bits")
@@ -83,7 +86,7 @@ def _group(group: Any, layout: Any, ignore: tuple[str, ...]) -> QuantizationSpec
 
 
 def _check_weights(weights: Mapping[str, Any], kind: tuple[str, int]) -> None:
-    strategy = weights.get("strategy") or ("group" if group_in(weights.get("group_size")) else "tensor")
+    strategy = str(weights.get("strategy") or "") or ("group" if group_in(weights.get("group_size")) else "tensor")
     grouped = "group" in strategy
     if strategy not in STRATEGIES[kind] or bool(group_in(weights.get("group_size"))) != grouped:
         refuse(f"{WHERE}{kind[0]} weights of {kind[1]} bits with a scale per {strategy}")

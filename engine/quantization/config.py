@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from engine.errors import CheckpointError
@@ -13,6 +14,10 @@ from engine.quantization.spec import FIELD, QuantizationSpec, group_in, names_in
 logger = logging.getLogger(__name__)
 
 GROUP_OF_NVFP4, GROUP_OF_MXFP4 = 16, 32
+# AutoRound's packings, which are those of two others.
+PACKINGS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
+PLAIN_BITS = 16
+IN_EXPRESSIONS = frozenset("*+?^$()[]{}|\\")
 GPTQ_LAYOUTS = ("gptq", "gptq_v2")
 SKIP = "-:"  # GPTQModel's `dynamic`: modules that this and a regular expression names are not quantised
 
@@ -27,14 +32,16 @@ def read_quantization(values: Mapping[str, Any]) -> QuantizationSpec | None:
         return None
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{FIELD} must be an object, not {found!r}")
-    method = found.get("quant_method")
+    method = str(found.get("quant_method")).lower()
     readers = {
         "compressed-tensors": read_compressed_tensors,
         "fp8": _fp8,
         "gptq": _gptq,
         "awq": _awq,
+        "auto-round": _auto_round,
         "modelopt": _modelopt,
         "modelopt_fp4": _modelopt,
+        "modelopt_mixed": _modelopt,
     }
     if method in readers:
         return readers[method](found)
@@ -43,17 +50,20 @@ def read_quantization(values: Mapping[str, Any]) -> QuantizationSpec | None:
         return QuantizationSpec(
             "mxfp4", "mxfp4", ignore=ignore, layout="blocks", group=GROUP_OF_MXFP4, targets=("*.experts.*",)
         )
-    return refuse(f".quant_method = {method!r}")
+    return refuse(f".quant_method = {found.get('quant_method')!r}")
 
 
 def is_mxfp4(values: Mapping[str, Any]) -> bool:
     """Whether config.json says that weights are stored in MXFP4."""
     found = values.get("quantization_config")
-    return isinstance(found, Mapping) and found.get("quant_method") == "mxfp4"
+    return isinstance(found, Mapping) and str(found.get("quant_method")).lower() == "mxfp4"
 
 
 def _fp8(found: Mapping[str, Any]) -> QuantizationSpec:
-    """The layouts of AutoFP8 and vLLM, e4m3 and one `weight_scale` per tensor, and of DeepSeek, one per block."""
+    """The layouts of AutoFP8 and vLLM, e4m3 and one `weight_scale` per tensor, and of DeepSeek, one per block.
+
+    transformers, and with it Mistral, has other names for scales of tensors: they are read by the usual ones.
+    """
     block = found.get("weight_block_size")
     if block is not None and (
         not isinstance(block, list)
@@ -80,18 +90,27 @@ def _gptq(found: Mapping[str, Any]) -> QuantizationSpec:
     """The layouts of AutoGPTQ and GPTQModel: `checkpoint_format` gptq, whose zeros are one less, and gptq_v2."""
     if found.get("bits") != 4:
         refuse(f".bits = {found.get('bits')!r} of GPTQ")
-    layout = found.get("checkpoint_format") or "gptq"
+    # Versions of GPTQModel write one of these, or both.
+    said = {field: found[field] for field in ("checkpoint_format", "format") if found.get(field)}
+    layout = next(iter(said.values()), "gptq")
+    if any(value != layout for value in said.values()):
+        raise CheckpointError(f"{FIELD}: checkpoint_format and format of GPTQ contradict each other: {said}")
     if layout not in GPTQ_LAYOUTS or found.get("is_marlin_format"):
         refuse(f".checkpoint_format = {'marlin' if found.get('is_marlin_format') else layout!r}")
     if found.get("pack_dtype", "int32") != "int32":
         refuse(f".pack_dtype = {found['pack_dtype']!r} of GPTQ")
-    for field in ("lm_head", "modules_in_block_to_quantize", "modules_to_not_convert"):
+    for field in ("modules_in_block_to_quantize", "modules_to_not_convert"):
         if found.get(field):
             refuse(f".{field} of GPTQ")
     overrides = found.get("dynamic") or {}
-    if not isinstance(overrides, Mapping) or not all(name.startswith(SKIP) for name in overrides):
-        refuse(".dynamic: GPTQ with other bits or groups in some layers")
-    ignore = names_in({"dynamic": [f"re:{name.removeprefix(SKIP)}" for name in overrides]}, "dynamic")
+    if not isinstance(overrides, Mapping):
+        raise CheckpointError(f"{FIELD}.dynamic must be an object, not {overrides!r}")
+    # Qwen's files name modules that are like all others: they override nothing.
+    other = [name for name, values in overrides.items() if values and not name.startswith(SKIP)]
+    if other:
+        refuse(f".dynamic of {', '.join(other)}: GPTQ with other bits or groups in some layers")
+    skipped = [f"re:{name.removeprefix(SKIP)}" for name in overrides if name.startswith(SKIP)]
+    ignore = names_in({"dynamic": skipped}, "dynamic")
     group = group_in(found.get("group_size"))
     reordered = bool(found.get("desc_act")) and group > 0  # one group has no order
     return QuantizationSpec("gptq", "int4", ignore=ignore, layout=layout, group=group, reordered=reordered)
@@ -102,8 +121,10 @@ def _awq(found: Mapping[str, Any]) -> QuantizationSpec:
     bits = found.get("bits", found.get("w_bit"))
     if bits != 4:
         refuse(f".bits = {bits!r} of AWQ")
-    if str(found.get("version", "gemm")).lower() != "gemm":
-        refuse(f".version = {found['version']!r} of AWQ")
+    # AutoAWQ calls it version, GPTQModel one of the others.
+    version = found.get("version") or found.get("checkpoint_format") or found.get("format") or "gemm"
+    if str(version).lower() != "gemm":
+        refuse(f".version = {version!r} of AWQ")
     if not found.get("zero_point", True):
         refuse(".zero_point = false of AWQ")
     group = group_in(found.get("group_size", found.get("q_group_size", 128)))
@@ -111,19 +132,65 @@ def _awq(found: Mapping[str, Any]) -> QuantizationSpec:
     return QuantizationSpec("awq", "int4", ignore=ignore, layout="awq", group=group)
 
 
+def _auto_round(found: Mapping[str, Any]) -> QuantizationSpec:
+    """AutoRound in four bits, which lie as those of GPTQ or AWQ; `extra_config` names layers unlike all others."""
+    packing = found.get("packing_format")
+    if not isinstance(packing, str) or packing not in PACKINGS:
+        refuse(f".packing_format = {packing!r} of auto-round")
+    if found.get("data_type", "int") != "int":
+        refuse(f".data_type = {found['data_type']!r} of auto-round")
+    extra = found.get("extra_config") or {}
+    if not isinstance(extra, Mapping) or not all(isinstance(said, Mapping) for said in extra.values()):
+        raise CheckpointError(f"{FIELD}.extra_config must map layers to what they have, not {extra!r}")
+    plain: list[str] = []
+    for name, said in extra.items():
+        bits = said.get("bits", found.get("bits"))
+        if isinstance(bits, int) and bits >= PLAIN_BITS:
+            plain.append(f"re:.*(?:{name})" if IN_EXPRESSIONS & {*name} else name)
+        elif any(said.get(field, found.get(field)) != found.get(field) for field in ("bits", "group_size", "sym")):
+            refuse(f".extra_config of {name}: auto-round with other bits or groups in some layers")
+    method = PACKINGS[packing]
+    usual = {field: found.get(field) for field in ("bits", "group_size")}
+    spec = _gptq(usual) if method == "gptq" else _awq(usual)
+    return replace(spec, ignore=names_in({"extra_config": plain}, "extra_config"))
+
+
 def _modelopt(found: Mapping[str, Any]) -> QuantizationSpec:
     """The layouts of NVIDIA's Model Optimizer, whose fields may lie in an object called `quantization`."""
     inner = found.get("quantization", found)
     if not isinstance(inner, Mapping):
         raise CheckpointError(f"{FIELD}.quantization must be an object, not {inner!r}")
-    algorithm = inner.get("quant_algo")
     ignore = names_in(inner, "exclude_modules", "ignore")
-    if algorithm == "FP8":
+    if inner.get("quant_algo") == "MIXED_PRECISION":
+        return _mixed(inner.get("quantized_layers"), ignore)
+    return replace(_algorithm(inner, "quant_algo"), ignore=ignore)
+
+
+def _mixed(layers: Any, ignore: tuple[str, ...]) -> QuantizationSpec:
+    """Each layer, or module of layers, by an algorithm of its own; what is not named is plain."""
+    if not isinstance(layers, Mapping) or not all(isinstance(said, Mapping) for said in layers.values()):
+        raise CheckpointError(f"{FIELD}.quantized_layers must map layers to algorithms, not {layers!r}")
+    named: dict[QuantizationSpec, list[str]] = {}
+    for name, said in layers.items():
+        if said.get("quant_algo") in (None, "UNQUANTIZED"):
+            ignore = (*ignore, name)
+        elif not name.startswith("mtp."):  # these predict several tokens at once, and are not run
+            named.setdefault(_algorithm(said, f"quantized_layers: {name}"), []).append(name)
+    specs = [replace(spec, named=frozenset(names), targets=()) for spec, names in named.items()]
+    if not specs:
+        refuse(".quantized_layers without a layer")
+    return replace(specs[0], ignore=ignore, others=tuple(specs[1:]))
+
+
+def _algorithm(said: Mapping[str, Any], field: str) -> QuantizationSpec:
+    """Return how layers are held by one algorithm of modelopt. field: where it stands."""
+    algorithm = said.get("quant_algo")
+    if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
         logger.info(STATIC)
-        return QuantizationSpec("modelopt", "fp8", ignore=ignore)
-    if algorithm == "NVFP4":
-        group = inner.get("group_size")
+        return QuantizationSpec("modelopt", "fp8")
+    if algorithm in ("NVFP4", "W4A16_NVFP4"):
+        group = said.get("group_size")
         if group not in (None, GROUP_OF_NVFP4):
             refuse(f".group_size = {group!r} of NVFP4")
-        return QuantizationSpec("modelopt", "nvfp4", ignore=ignore, layout="modelopt", group=GROUP_OF_NVFP4)
-    return refuse(f".quant_algo = {algorithm!r} of modelopt")
+        return QuantizationSpec("modelopt", "nvfp4", layout="modelopt", group=GROUP_OF_NVFP4)
+    return refuse(f".{field} = {algorithm!r} of modelopt")

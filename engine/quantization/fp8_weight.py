@@ -9,15 +9,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from engine.kernels.base import E4M3, LARGEST_E4M3, Kernels
-from engine.quantization.layout import checked, read_as
+from engine.quantization.layout import EIGHT_BIT_SCALES, checked, of_outputs, read_as
 from engine.quantization.method import ChannelLinear, Pack, QuantizedLinear, divided, shared_by
 from engine.quantization.spec import QuantizationSpec
 from engine.quantization.widened import FewRowsLinear, WidenedProduct
 from parallel.linear import ParallelLinear
 from parallel.parameter import Recipe, ShardedParameter
-
-E8M0 = torch.float8_e8m0fnu
-BLOCK_SCALES = (torch.float32, torch.bfloat16, torch.float16, E8M0)
 
 
 def from_e4m3(weight: Tensor) -> Tensor:
@@ -149,7 +146,7 @@ def _read_as_it_is(layer: ParallelLinear, kernels: Kernels, scale: Tensor, metho
 def block_scales(spec: QuantizationSpec, outs: int, ins: int, shares: tuple[int, int]) -> Recipe:
     """Return how the scales of a weight [outs, ins] are made, one for each block of the size `shares`."""
     rows, columns = spec.block or (outs, ins)
-    tensors = read_as(spec.scale_name, (-(-outs // rows), -(-ins // columns)), BLOCK_SCALES)
+    tensors = read_as(spec.scale_name, (-(-outs // rows), -(-ins // columns)), EIGHT_BIT_SCALES)
 
     def make(read: Mapping[str, Tensor]) -> Tensor:
         scales = checked(read[spec.scale_name], spec.scale_name)
@@ -180,13 +177,11 @@ def plain_eight_bits(spec: QuantizationSpec, outs: int, ins: int, dtype: torch.d
         weight = read_as("weight", (outs, ins), (E4M3,) if spec.weights == "fp8" else (torch.int8,))
 
     def make(read: Mapping[str, Tensor]) -> Tensor:
-        scale = checked(read[spec.scale_name], spec.scale_name).flatten()
-        if len(scale) not in (1, outs):
-            raise ValueError(f"{spec.scale_name} has {len(scale)} numbers; one or {outs} are wanted")
+        scale = of_outputs(read[spec.scale_name], outs, spec.scale_name)
         if spec.packed:  # counted from -128
             plain = read["weight_packed"].view(torch.uint8)[:, :ins].float().sub_(128)
         else:
             plain = read["weight"].float()
         return plain.mul_(scale.view(-1, 1)).to(dtype)
 
-    return Recipe(weight | read_as(spec.scale_name, None, BLOCK_SCALES), make)
+    return Recipe(weight | read_as(spec.scale_name, None, EIGHT_BIT_SCALES), make)

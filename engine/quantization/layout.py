@@ -16,6 +16,7 @@ PER_WORD = 8  # codes of 4 bits in an int32
 MIDDLE = 8  # the zero of a symmetric weight
 INT32 = (torch.int32,)
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
+EIGHT_BIT_SCALES = (*SCALES, torch.float8_e8m0fnu)  # of weights in eight bits
 
 Tensors = Mapping[str, Tensor]
 
@@ -100,6 +101,17 @@ def checked(scales: Tensor, name: str) -> Tensor:
     if not bool(torch.isfinite(wide).all()):
         raise ValueError(f"{name} holds a scale that is no finite number")
     return wide
+
+
+def of_outputs(scales: Tensor, outs: int, name: str) -> Tensor:
+    """Return the scale of each output, or the one of all, in fp32: [outs] or [1].
+
+    Raises `ValueError` for another number of them, such as those of blocks, and where one is no number.
+    """
+    sizes = [size for size in scales.shape if size != 1]
+    if sizes not in ([], [outs]):
+        raise ValueError(f"{name} has shape {list(scales.shape)}, and one for each of {outs} rows or one is wanted")
+    return checked(scales, name).flatten()
 
 
 def in_sixteen_bits(scale: Tensor) -> Tensor:

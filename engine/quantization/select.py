@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -133,6 +133,18 @@ def quantize(layers: nn.Module, prefix: str, names: Names, quantization: Quantiz
     if plain and not _are_outlines(layers):
         counts = ", ".join(f"{count} layers in {weights}" for weights, count in sorted(plain.items()))
         logger.info("quantised in the checkpoint, made plain as they are loaded: %s", counts)
+
+
+def quantize_head(head: ParallelLMHead, name: str, quantization: QuantizationSpec, on_disk: Collection[str]) -> None:
+    """Have an output head that a checkpoint holds quantised made plain as it is loaded.
+
+    name: of the head there. on_disk: names of all tensors: few configs say that the head is plain where it is.
+    """
+    spec = quantization.of(name)
+    plain = {f"{name}.weight", f"{name}.bias"}
+    if spec is not None and any(each.startswith(f"{name}.") and each not in plain for each in on_disk):
+        head.method = MadePlain(head.weight, partial(MADE_PLAIN[spec.weights], spec))
+        logger.info("output head quantised in the checkpoint, made plain as it is loaded: %s", spec.weights)
 
 
 def _method_of(spec: QuantizationSpec) -> LinearMethod:

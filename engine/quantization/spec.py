@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
+from functools import lru_cache
 from typing import Any, NoReturn
 
 from engine.errors import CheckpointError
@@ -13,8 +14,9 @@ from engine.errors import CheckpointError
 FIELD = "config.json: quantization_config"
 SERVED = (
     "served are compressed-tensors (int8 per channel, int4 by group, fp8 per tensor, channel and block, NVFP4, "
-    "MXFP4), fp8 with or without weight_block_size, GPTQ and AWQ in 4 bits, modelopt's FP8 and NVFP4, MXFP4 of "
-    "gpt-oss. Or take the unquantised checkpoint with --quantization int8 or int4, or fp8 on a GPU"
+    "MXFP4), fp8 with or without weight_block_size, GPTQ, AWQ and AutoRound in 4 bits, modelopt's FP8, NVFP4 and "
+    "mixtures of these, MXFP4 of gpt-oss. Or take the unquantised checkpoint with --quantization int8 or int4, or "
+    "fp8 on a GPU"
 )
 LINEAR = "Linear"
 FOUR_BITS = ("int4", "nvfp4", "mxfp4")
@@ -35,6 +37,8 @@ class QuantizationSpec:
     has one, or all share it. scale_name: of scales on disk. zeros: whether compressed-tensors has zero points.
     reordered: whether groups are of inputs in another order (GPTQ's desc_act).
     targets: which layers, by name, "re:" and a regular expression, or "Linear" for all. others: specs of others.
+    named: which layers, by name, or that of a module that they are part of.
+    prefixes: of a text half: what names may begin with in a list, and what they do here.
     """
 
     method: str
@@ -50,7 +54,9 @@ class QuantizationSpec:
     zeros: bool = False
     reordered: bool = False
     targets: tuple[str, ...] = (LINEAR,)
+    named: frozenset[str] = frozenset()
     others: tuple[QuantizationSpec, ...] = ()
+    prefixes: tuple[tuple[str, str], ...] = ()
 
     @property
     def all(self) -> tuple[QuantizationSpec, ...]:
@@ -76,19 +82,56 @@ class QuantizationSpec:
 
     def of(self, name: str) -> QuantizationSpec | None:
         """Return what a module of the checkpoint is held by, None where it stays plain."""
-        if any(is_named(name, entry) for entry in self.ignore):
+        names = tuple(self._in_lists(name))
+        if any(map(naming(self.ignore), names)):
             return None
+        for part in (part for each in names for part in within(each)):  # the nearest that is named
+            if (found := next((spec for spec in self.all if part in spec.named), None)) is not None:
+                return found
         for spec in self.all:
-            if any(target != LINEAR and fits(name, target) for target in spec.targets):
+            if any(target != LINEAR and fits(each, target) for target in spec.targets for each in names):
                 return spec
         return next((spec for spec in self.all if LINEAR in spec.targets), None)
 
+    def _in_lists(self, name: str) -> Iterator[str]:
+        """Yield what lists may call a module of the checkpoint."""
+        yield name
+        for outer, inner in self.prefixes:
+            if f"{name}.".startswith(inner):
+                yield (outer + f"{name}.".removeprefix(inner))[:-1]
 
-def is_named(name: str, entry: str) -> bool:
-    """Whether an entry of a list of modules names this one, or one that it is part of."""
-    if entry.startswith("re:") or "*" in entry:
-        return fits(name, entry)
-    return f".{entry}." in f".{name}."
+
+@lru_cache(maxsize=16)
+def naming(entries: tuple[str, ...]) -> Callable[[str], bool]:
+    """Return what tells whether a list of modules names one, or one that it is part of.
+
+    Lists have hundreds of entries, and models tens of thousands of experts' layers.
+    """
+    literal = frozenset(entry for entry in entries if "*" not in entry and not entry.startswith("re:"))
+    expressions = [re.compile(entry[3:]) for entry in entries if entry.startswith("re:")]
+    patterns = [translate(entry) for entry in entries if "*" in entry and not entry.startswith("re:")]
+    any_pattern = re.compile("|".join(patterns)) if patterns else None
+
+    @lru_cache(maxsize=1024)  # many layers are part of the same ones
+    def fits_pattern(part: str) -> bool:
+        return any_pattern is not None and any_pattern.match(part) is not None
+
+    def named(name: str) -> bool:
+        if any(expression.match(name) for expression in expressions) or any(map(fits_pattern, within(name))):
+            return True
+        parts = name.split(".")
+        ends = range(1, len(parts) + 1)
+        return any(".".join(parts[first:end]) in literal for end in ends for first in range(end))
+
+    return named
+
+
+def within(name: str) -> Iterator[str]:
+    """Yield a module's name, and those of the ones that it is part of, from the inside out."""
+    yield name
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def fits(name: str, pattern: str) -> bool:

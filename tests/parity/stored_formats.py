@@ -116,7 +116,9 @@ def pack_quantized(group: int, *, symmetric: bool = True, shuffled: bool = False
     return make
 
 
-def fp8(block: tuple[int, int] | None, *, per_tensor: bool = False, static: bool = False, name: str = "weight_scale"):
+def fp8(block: tuple[int, int] | None, *, per_tensor: bool = False, static: str = "", name: str = "weight_scale"):
+    """static: what scales of activations are called; "" = there are none."""
+
     def make(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         rows, columns = block or (len(weight) if per_tensor else 1, weight.shape[1])
         grid = -(-weight.shape[0] // rows), -(-weight.shape[1] // columns)
@@ -128,7 +130,7 @@ def fp8(block: tuple[int, int] | None, *, per_tensor: bool = False, static: bool
         whole = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: len(weight), : weight.shape[1]]
         stored = {"weight": (weight / whole).to(E4M3), name: scale.flatten()[0] if per_tensor else scale}
         if static:
-            stored["input_scale"] = torch.tensor(0.1)
+            stored[static] = torch.tensor(0.1)
         return stored, stored["weight"].float() * whole
 
     return make
@@ -225,12 +227,16 @@ FORMATS: dict[str, tuple[Mapping[str, object], Maker]] = {
         fp8((32, 16)),
     ),
     "deepseek": (BLOCK | {"weight_block_size": [24, 32]}, fp8((24, 32), name="weight_scale_inv")),
+    "mistral": (
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False},
+        fp8(None, per_tensor=True, static="activation_scale", name="weight_scale_inv"),
+    ),
     "gptq": (GPTQ_16, gptq(16)),
     "gptq v2": (GPTQ | {"group_size": -1, "checkpoint_format": "gptq_v2"}, gptq(-1, v2=True)),
     "awq": (AWQ | {"group_size": 32}, awq(32)),
     "modelopt fp8": (
         MODELOPT | {"quant_algo": "FP8", "ignore": ["lm_head", "*.mlp.gate"]},
-        fp8(None, per_tensor=True, static=True),
+        fp8(None, per_tensor=True, static="input_scale"),
     ),
     "modelopt nvfp4": (MODELOPT | {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}, nvfp4(True)),
     "nvfp4": (compressed("float", 4, "nvfp4-pack-quantized", "tensor_group", group_size=16), nvfp4(False)),

@@ -33,21 +33,41 @@ def plain(tmp_path_factory):
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 128}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 REFUSED = {
-    "unknown": ({"quant_method": "bitsandbytes"}, ["'bitsandbytes'", "GPTQ and AWQ"]),
+    "unknown": ({"quant_method": "bitsandbytes"}, ["'bitsandbytes'", "GPTQ, AWQ and AutoRound"]),
     "gptq 8": (GPTQ | {"bits": 8}, [".bits = 8 of GPTQ"]),
     "gptq marlin": (GPTQ | {"checkpoint_format": "marlin"}, ["checkpoint_format = 'marlin'"]),
-    "gptq head": (GPTQ | {"lm_head": True}, ["lm_head of GPTQ"]),
+    "gptq modules": (GPTQ | {"modules_in_block_to_quantize": [["q"]]}, ["modules_in_block_to_quantize of GPTQ"]),
     "gptq mixed": (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 8}}}, ["dynamic", "other bits"]),
+    "gptq mixed by default": (GPTQ | {"dynamic": {".*down.*": {"bits": 8}}}, [".*down.*", "other bits"]),
+    "gptq format": (GPTQ | {"format": "marlin"}, ["checkpoint_format = 'marlin'"]),
+    "gptq formats": (GPTQ | {"format": "gptq_v2", "checkpoint_format": "gptq"}, ["format", "contradict"]),
+    "gptq overrides": (GPTQ | {"dynamic": ["lm_head"]}, ["dynamic", "must be an object"]),
     "gptq groups": (GPTQ | {"group_size": 100}, ["group_size", "100", "multiple of 8"]),
     "gptq group": (GPTQ | {"group_size": "128"}, ["group_size", "'128'"]),
+    "auto-round 2": (AUTO_ROUND | {"bits": 2}, [".bits = 2 of GPTQ"]),
+    "auto-round mixed": (AUTO_ROUND | {"extra_config": {".*down.*": {"bits": 8}}}, [".*down.*", "other bits"]),
+    "auto-round floats": (AUTO_ROUND | {"data_type": "mx_fp"}, ["data_type = 'mx_fp'"]),
+    "auto-round packing": (AUTO_ROUND | {"packing_format": "auto_round:fp8"}, ["packing_format = 'auto_round:fp8'"]),
+    "auto-round list": (AUTO_ROUND | {"extra_config": {"a": 16}}, ["extra_config", "must map"]),
     "awq gemv": (AWQ | {"version": "gemv"}, ["version = 'gemv'"]),
+    "awq gemv of GPTQModel": ({"quant_method": "awq", "bits": 4, "format": "gemv"}, ["version = 'gemv'"]),
     "awq 8": (AWQ | {"bits": 8}, [".bits = 8 of AWQ"]),
     "awq symmetric": (AWQ | {"zero_point": False}, ["zero_point = false"]),
     "blocks": ({"quant_method": "fp8", "weight_block_size": [128]}, ["weight_block_size", "[128]", "[128, 128]"]),
     "e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, ["fmt = 'e5m2'"]),
-    "modelopt mixed": (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, ["quant_algo = 'MIXED_PRECISION'"]),
+    "modelopt other": (MODELOPT | {"quant_algo": "NVFP4_SVD"}, ["quant_algo = 'NVFP4_SVD'"]),
+    "modelopt mixed": (
+        MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"model.a.b": {"quant_algo": "W4A8_AWQ"}}},
+        ["quantized_layers: model.a.b = 'W4A8_AWQ'"],
+    ),
+    "modelopt no mixture": (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, ["quantized_layers must map"]),
+    "modelopt empty mixture": (
+        MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"mtp.fc": {"quant_algo": "FP8_PB_WO"}}},
+        ["quantized_layers without a layer"],
+    ),
     "modelopt groups": (MODELOPT | {"group_size": 32}, ["group_size = 32 of NVFP4"]),
     "int8 groups": (scheme("int", "pack-quantized", strategy="group", activations=None), ["8 bits", "per group"]),
     "marlin": (scheme("int", "marlin-24", activations=None), ["marlin-24"]),
@@ -58,6 +78,10 @@ REFUSED = {
     ),
     "embeddings": (scheme(config_groups={"g": {"weights": WEIGHTS, "targets": ["Embedding"]}}), ["Embedding"]),
     "sparse": (scheme(sparsity_config={"format": "sparse-24-bitmask"}), ["sparse"]),
+    "sparse list": (scheme(sparsity_config=["2:4"]), ["sparsity_config", "must be an object"]),
+    "method list": ({"quant_method": ["fp8"]}, ["quant_method = ['fp8']"]),
+    "bits list": (scheme(config_groups={"g": {"weights": WEIGHTS | {"num_bits": [8]}}}), ["weights of [8] bits"]),
+    "strategy": (scheme(config_groups={"g": {"weights": WEIGHTS | {"strategy": 1}}}), ["a scale per 1"]),
     "rotated": (scheme(transform_config={"config_groups": {"u": {}}}), ["transformed"]),
     "empty groups": (scheme(config_groups={"a": {}, "b": {}}), ["no weights are quantised"]),
     "no groups": (scheme(config_groups={}), ["no group of layers"]),
@@ -182,6 +206,18 @@ def test_half_a_merged_layer_cannot_be_ignored(plain, tmp_path):
         (
             lambda t: t.update({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(7, 1)}),
             ["up_proj.weight_scale", "[7, 1]", "96 rows"],
+        ),
+        (
+            lambda t: t.update({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(8, 12)}),
+            ["up_proj.weight_scale", "[8, 12]", "96 rows"],
+        ),
+        (
+            lambda t: t.update({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(96, 1, dtype=torch.uint8)}),
+            ["up_proj.weight_scale", "uint8", "float32"],
+        ),
+        (
+            lambda t: t.update({"model.layers.0.mlp.up_proj.weight_scale": torch.full((96, 1), torch.nan)}),
+            ["up_proj.weight_scale", "no finite number"],
         ),
         (lambda t: t.update({"model.layers.0.mlp.up_proj.weight_zero_point": torch.ones(1)}), ["zero_point"]),
     ],

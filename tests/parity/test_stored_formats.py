@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup
@@ -78,6 +79,46 @@ def test_layers_of_one_model_may_be_held_in_unlike_ways(models, tmp_path):
     held = Counter(type(part.method).__name__ for part in runner.model.layers.modules() if hasattr(part, "method"))
     assert held["FourBitLinear"] + held["NativeFourBitLinear"] == 5
     assert held["Fp8WeightLinear"] + held["NativeFp8Linear"] == 6
+
+
+@pytest.mark.parametrize("kind", ["int4", "deepseek", "modelopt nvfp4", "mistral", "int8"])
+def test_an_output_head_may_be_stored_quantised_too(two_ranks, models, tmp_path, kind):
+    """It is made plain as it is loaded."""
+    found, make = FORMATS[kind]
+    store(models("llama")[1], tmp_path, dict(found) | {"ignore": [], "exclude_modules": []}, make)
+    file = tmp_path / "stored" / "model.safetensors"
+    tensors = load_file(file)
+    stored, stands_for = make(tensors.pop("lm_head.weight").float())
+    save_file(tensors | {f"lm_head.{leaf}": part.contiguous() for leaf, part in stored.items()}, file)
+    model = oracle(tmp_path)
+    model.lm_head.weight.data = stands_for
+    asked = config(tmp_path / "stored", dtype="float32")
+    check(model, Stepper(ModelRunner(asked, SoloGroup())).generate)
+    check(model, gang(two_ranks, replace(asked, tensor_parallel_size=2)).generate)
+
+
+def test_modelopt_may_hold_each_layer_by_an_algorithm_of_its_own(models, tmp_path):
+    """Experts by the name of what they are part of, and query, key and value, not the output of attention."""
+    (_, eight), (_, four) = FORMATS["modelopt fp8"], FORMATS["modelopt nvfp4"]
+    folder = models("qwen3_moe")[1]
+    attention = [f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(3) for part in "qkv"]
+    experts = [f"model.layers.{layer}.mlp.experts" for layer in range(3)]
+    layers = {name: {"quant_algo": "FP8"} for name in attention}
+    layers |= {name: {"quant_algo": "W4A16_NVFP4", "group_size": 16} for name in experts}
+    layers |= {"mtp.layers.0.mlp.experts": {"quant_algo": "FP8_PB_WO"}}
+    skip = ("o_proj", "layers.1.mlp.gate_proj", "layers.1.mlp.up_proj", "layers.1.mlp.down_proj")
+    said = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers, "ignore": ["mtp*"]}
+    store(
+        folder,
+        tmp_path,
+        dict(FORMATS["modelopt fp8"][0]) | said,
+        lambda name, weight: (eight if "self_attn" in name else four)(weight),
+        skip,
+    )
+    runner = ModelRunner(config(tmp_path / "stored", dtype="float32"), SoloGroup())
+    check(oracle(tmp_path), Stepper(runner).generate)
+    held = Counter(type(part.method).__name__ for part in runner.model.layers.modules() if hasattr(part, "method"))
+    assert held["Fp8WeightLinear"] + held["NativeFp8Linear"] == 3
 
 
 @pytest.mark.parametrize("kind", ["gptq", "fp8 block", "nvfp4", "mxfp4"])

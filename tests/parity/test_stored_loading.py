@@ -97,13 +97,14 @@ def test_what_is_not_read_is_told_at_the_start(models, tmp_path, caplog):
     for layer in range(3):
         for part in "kv":
             tensors[f"model.layers.{layer}.self_attn.{part}_proj.{part}_scale"] = torch.tensor(0.5)
+        tensors[f"model.layers.{layer}.mlp.up_proj.input_zero_point"] = torch.zeros(1, dtype=torch.int8)
     save_file(tensors, folder / "model.safetensors")
     with caplog.at_level(logging.INFO):
         ModelRunner(config(folder, dtype="float32"), SoloGroup())
     told = [record.getMessage() for record in caplog.records]
     assert not [line for line in told if "made plain" in line]
     (unread,) = [line for line in told if line.startswith("not read")]
-    assert "21 input_scale, 3 k_scale, 3 v_scale" in unread
+    assert "21 input_scale, 3 input_zero_point, 3 k_scale, 3 v_scale" in unread
 
 
 def test_a_file_beside_config_json_says_how_weights_are_stored(models, tmp_path):
@@ -118,6 +119,18 @@ def test_a_file_beside_config_json_says_how_weights_are_stored(models, tmp_path)
     said["quantization"]["exclude_modules"] = []
     (folder / "hf_quant_config.json").write_text(json.dumps(said))
     assert model_fingerprint(str(folder), "float32") != first
+
+
+def test_a_file_beside_config_json_names_the_layers_of_a_mixture(models, tmp_path):
+    made(models, tmp_path, "llama", "modelopt nvfp4")
+    folder = tmp_path / "stored"
+    edit(folder, quantization_config={"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": []})
+    layers = {"model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16}}
+    said = {"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(said))
+    quantization = open_model(str(folder)).config.quantization
+    assert quantization.of("model.layers.0.mlp.up_proj").weights == "nvfp4"
+    assert quantization.of("model.layers.1.mlp.up_proj") is None
 
 
 def test_groups_of_inputs_in_another_order_are_for_one_rank(models, tmp_path):

@@ -178,21 +178,47 @@ def test_llama_4s_first_files_are_read(tmp_path: Path) -> None:
     assert open_model(str(tmp_path)).config.hf.get("attn_temperature_tuning") is True
 
 
-def test_modules_that_are_not_quantised_are_named_as_the_half_names_them(tmp_path: Path) -> None:
+LAYER = "model.layers.0"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    ("lists", "plain"),
+    [
+        (
+            {"ignore": ["model.language_model.layers.0.mlp.down_proj", "language_model.lm_head", "vision_tower.x"]},
+            {f"{LAYER}.mlp.down_proj", "lm_head"},
+        ),
+        ({"ignore": [f"{LAYER}.mlp.down_proj", "re:vision_tower.*"]}, {f"{LAYER}.mlp.down_proj"}),
+        (
+            {"ignore": ["re:^language_model\\.model\\.layers\\.0\\.mlp.*"]},
+            {f"{LAYER}.mlp.up_proj", f"{LAYER}.mlp.down_proj"},
+        ),
+        ({"ignore": ["model.language_model.layers.*.self_attn"]}, {f"{LAYER}.self_attn.q_proj"}),
+        (
+            {"targets": ["re:model.language_model.layers.*proj"], "ignore": ["re:.*self_attn.*"]},
+            {f"{LAYER}.self_attn.q_proj", "lm_head"},
+        ),
+    ],
+    ids=["names", "of the half", "expression", "pattern", "targets"],
+)
+def test_lists_of_a_quantised_checkpoint_may_name_modules_as_the_whole_does(
+    tmp_path: Path, lists: dict[str, list[str]], plain: set[str], nested: bool
+) -> None:
     saved("mistral3", tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     scheme = {"type": "int", "num_bits": 8, "strategy": "channel", "symmetric": True}
-    values["quantization_config"] = {
+    found = {
         "quant_method": "compressed-tensors",
         "format": "int-quantized",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme}},
-        "ignore": ["model.language_model.layers.0.mlp.down_proj", "language_model.lm_head", "vision_tower.x", "re:y"],
+        "config_groups": {"group_0": {"targets": lists.get("targets", ["Linear"]), "weights": scheme}},
+        "ignore": lists["ignore"],
     }
-    config = ModelConfig.of(values)
-    assert config.raw["quantization_config"]["ignore"] == [
-        *("model.layers.0.mlp.down_proj", "lm_head", "vision_tower.x", "re:y")
-    ]
-    assert config.quantization is not None
+    (values["text_config"] if nested else values)["quantization_config"] = found
+    spec = ModelConfig.of(values).quantization
+    assert spec is not None
+    names = [f"{LAYER}.mlp.up_proj", f"{LAYER}.mlp.down_proj", f"{LAYER}.self_attn.q_proj", "lm_head"]
+    assert {name for name in names if spec.of(name) is None} == plain
 
 
 def test_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:

@@ -303,6 +303,15 @@ def test_scales_come_from_the_checkpoint(tmp_path):
     assert ModelRunner(config, SoloGroup()).attention_backend != "triton"  # they are there, and not needed
 
 
+def test_scales_of_nemotrons_mixers_come_from_the_checkpoint(tmp_path):
+    make("nemotron_h", tmp_path)
+    mixer = "backbone.layers.2.mixer"
+    save_scales(tmp_path, {f"{mixer}.k_proj.k_scale": 0.5, f"{mixer}.v_proj.v_scale": 2.0})
+    (scales,) = [each for each in read_kv_scales(tmp_path, built(tmp_path)) if each is not None]
+    assert scales[:, 0].tolist() == [0.5, 2.0]
+    ModelRunner(EngineConfig(str(tmp_path), device="cpu", num_kv_blocks=40), SoloGroup())  # and need not be read
+
+
 def test_each_rank_has_the_scales_of_its_heads(tmp_path):
     make("qwen3", tmp_path)
     assert built(tmp_path).attention[0].all_kv_heads == 2

@@ -1,0 +1,89 @@
+"""How `quantization_config` is read: one scheme in the words of several libraries, and the modules that it is of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.quantization.config import read_quantization
+from engine.quantization.spec import QuantizationSpec
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "data_type": "int"}
+MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head"]}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+
+
+def read(found: dict[str, Any]) -> QuantizationSpec:
+    spec = read_quantization({"quantization_config": found})
+    assert spec is not None
+    return spec
+
+
+@pytest.mark.parametrize(
+    ("found", "same"),
+    [
+        (GPTQ | {"quant_method": "GPTQ"}, GPTQ),
+        (GPTQ | {"checkpoint_format": "gptq", "format": "gptq", "method": "gptq"}, GPTQ),
+        (GPTQ | {"format": "gptq_v2"}, GPTQ | {"checkpoint_format": "gptq_v2"}),
+        (
+            GPTQ | {"dynamic": {"lm_head": {}, "model.embed_tokens": {}, "-:.*attn.*": {}}},
+            GPTQ | {"dynamic": {"-:.*attn.*": {}}},
+        ),
+        (AWQ | {"format": "gemm", "checkpoint_format": "gemm"}, AWQ | {"version": "GEMM"}),
+        (AUTO_ROUND | {"packing_format": "auto_round:auto_gptq"}, GPTQ),
+        (AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "sym": False}, AWQ),
+        (MODELOPT | {"quant_algo": "W4A16_NVFP4"}, MODELOPT | {"quant_algo": "NVFP4", "group_size": 16}),
+        (MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, MODELOPT | {"quant_algo": "FP8"}),
+    ],
+)
+def test_the_same_in_the_words_of_several_libraries(found: dict[str, Any], same: dict[str, Any]) -> None:
+    assert read(found) == read(same)
+
+
+def test_zeros_of_gptq_are_read_as_the_format_says() -> None:
+    assert read(GPTQ).layout == "gptq"
+    assert read(GPTQ | {"format": "gptq_v2"}).layout == "gptq_v2"
+
+
+def test_modules_that_qwens_gptq_leaves_plain() -> None:
+    named = {"lm_head": {}, "model.language_model.embed_tokens": {}, "-:.*attn.*": {}, "-:.*shared_expert.*": {}}
+    spec = read(GPTQ | {"dynamic": named})
+    assert spec.of("model.layers.0.linear_attn.out_proj") is None
+    assert spec.of("model.layers.0.mlp.shared_expert.up_proj") is None
+    assert spec.of("model.layers.0.mlp.experts.3.up_proj") is not None
+
+
+def test_a_pattern_that_fits_a_module_leaves_all_inside_it_plain() -> None:
+    spec = read({"quant_method": "fp8", "modules_to_not_convert": ["model.layers.*.self_attn", "*.mlp.gate"]})
+    assert spec.of("model.layers.3.self_attn.q_proj") is None
+    assert spec.of("model.layers.3.mlp.gate") is None
+    assert spec.of("model.layers.3.mlp.gate_proj") is not None
+
+
+def test_the_nearest_module_that_is_named_says_how_a_layer_is_held() -> None:
+    layers = {
+        "model.layers.1.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16},
+        "model.layers.1.mlp.experts.3": {"quant_algo": "FP8"},
+        "model.layers.1.mlp.experts.4": {"quant_algo": None},
+    }
+    spec = read({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers})
+    held = [spec.of(f"model.layers.1.mlp.experts.{number}.up_proj") for number in (1, 3, 4, 13)]
+    assert [each and each.weights for each in held] == ["nvfp4", "fp8", None, "nvfp4"]
+    assert spec.of("model.layers.11.mlp.experts.1.up_proj") is None
+    assert spec.of("model.layers.1.mlp.gate") is None
+
+
+def test_layers_that_autoround_leaves_plain() -> None:
+    """By their names, or by expressions that are found anywhere in them."""
+    extra = {
+        "model.layers.0.self_attn.q_proj": {"bits": 16, "data_type": "fp"},
+        "layers\\.1\\.mlp.*": {"bits": 16},
+        "model.layers.2.mlp.up_proj": {"bits": 4, "group_size": 128},
+    }
+    spec = read(AUTO_ROUND | {"packing_format": "auto_round:auto_gptq", "extra_config": extra})
+    assert spec.of("model.layers.0.self_attn.q_proj") is None
+    assert spec.of("model.layers.1.mlp.up_proj") is None
+    assert spec.of("model.layers.2.mlp.up_proj") is not None
+    assert spec.of("model.layers.10.self_attn.q_proj") is not None
