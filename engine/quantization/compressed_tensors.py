@@ -40,8 +40,8 @@ def read_compressed_tensors(found: Mapping[str, Any]) -> QuantizationSpec:
     sparsity = found.get("sparsity_config") or {}
     if not isinstance(sparsity, Mapping):
         raise CheckpointError(f"{FIELD}.sparsity_config must be an object, not {sparsity!r}")
-    if sparsity.get("format", "dense") != "dense" or found.get("transform_config"):
-        refuse(": sparse or transformed weights")
+    if sparsity.get("format", "dense") != "dense":
+        refuse(f".sparsity_config.format = {sparsity['format']!r}: sparse weights")
     ignore = names_in(found, "ignore")
     first, *others = (_group(group, found.get("format"), ignore) for group in groups.values())
     return replace(first, others=tuple(others))

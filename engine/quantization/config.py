@@ -18,6 +18,8 @@ GROUP_OF_NVFP4, GROUP_OF_MXFP4 = 16, 32
 PACKINGS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
 PLAIN_BITS = 16
 IN_EXPRESSIONS = frozenset("*+?^$()[]{}|\\")
+# Of GPTQModel, of AutoRound's releases, and of compressed-tensors: Hadamard products of what goes into some layers.
+ROTATIONS = ("rotation", "rotation_config", "hadamard_config", "transform_config")
 GPTQ_LAYOUTS = ("gptq", "gptq_v2")
 SKIP = "-:"  # GPTQModel's `dynamic`: modules that this and a regular expression names are not quantised
 
@@ -32,6 +34,9 @@ def read_quantization(values: Mapping[str, Any]) -> QuantizationSpec | None:
         return None
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{FIELD} must be an object, not {found!r}")
+    rotated = next((field for field in ROTATIONS if found.get(field)), None)
+    if rotated is not None:
+        refuse(f".{rotated}: weights for activations that are transformed in each step")
     method = str(found.get("quant_method")).lower()
     readers = {
         "compressed-tensors": read_compressed_tensors,

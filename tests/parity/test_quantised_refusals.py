@@ -82,6 +82,8 @@ REFUSED = {
     "method list": ({"quant_method": ["fp8"]}, ["quant_method = ['fp8']"]),
     "bits list": (scheme(config_groups={"g": {"weights": WEIGHTS | {"num_bits": [8]}}}), ["weights of [8] bits"]),
     "strategy": (scheme(config_groups={"g": {"weights": WEIGHTS | {"strategy": 1}}}), ["a scale per 1"]),
+    "gptq rotated": (GPTQ | {"rotation": "hadamard"}, [".rotation", "transformed"]),
+    "auto-round rotated": (AUTO_ROUND | {"rotation_config": {"block_size": 32}}, [".rotation_config", "transformed"]),
     "rotated": (scheme(transform_config={"config_groups": {"u": {}}}), ["transformed"]),
     "empty groups": (scheme(config_groups={"a": {}, "b": {}}), ["no weights are quantised"]),
     "no groups": (scheme(config_groups={}), ["no group of layers"]),
