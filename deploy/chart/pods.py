@@ -70,7 +70,7 @@ class Image(Part):
     )
     repository: str = Field(
         default="squadron",
-        pattern=r"^[-a-z0-9.]+(:[0-9]+)?(/[-a-z0-9._]+)*$",
+        pattern=r"^[-a-z0-9._]+(:[0-9]+)?(/[-a-z0-9._]+)*$",
         description="Image with Squadron, Python and bash.",
     )
     tag: str = Field(
