@@ -39,6 +39,7 @@ from cluster.config_values import (
     checked_endpoint,
     listen_host,
     one_of,
+    path_prefix,
     some_key,
 )
 from cluster.model_names import resolve_model
@@ -162,6 +163,7 @@ class ClusterConfig(ServedModelConfig):
         again when it changes. `api_key` is valid beside it.
     allowed_hosts / allowed_origins: names by which clients may call the server beside the usual ones, and sites whose
         pages may use it (`cluster.http.sites`); None = the usual names, and pages of this machine; with keys, all.
+    root_path: below which it answers, too, and which its document names, for a proxy that hands paths on so.
     metrics_key: opens /metrics and /ready, and GetLoad of gRPC, and nothing else: for who scrapes a server with keys.
     enable_sleep_mode: whether operators may have the replicas give their memory back for a time, by `POST /sleep`.
     max_waiting_per_tenant / max_queue_wait: requests of one tenant that may wait in a router for a model, and seconds
@@ -201,6 +203,7 @@ class ClusterConfig(ServedModelConfig):
     api_key_file: str | None = None
     allowed_hosts: HostNames | None = None
     allowed_origins: Origins | None = None
+    root_path: Annotated[str, AfterValidator(path_prefix)] | None = None
     metrics_key: str | None = None
     enable_sleep_mode: bool = False
     max_waiting_per_tenant: Count = 4096

@@ -55,12 +55,13 @@ OPENAI_FORM, MESSAGES_FORM = ErrorForm(), MessagesForm()
 def form_of(scope: Mapping[str, Any]) -> ErrorForm:
     """Return the form in which the route of a request (ASGI) gives its errors.
 
-    Models are told in the form of the API whose version the client names, and so is what is wrong with them.
+    Models are told in the form of the API whose version the client names, and so is what is wrong with them. A path
+    may have a prefix (`--root-path`).
     """
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
-    if f"{path}/".startswith(f"{MESSAGES}/"):
+    path = f"{scope['path']}/"
+    if f"{MESSAGES}/" in path:
         return MESSAGES_FORM
-    by_version = f"{path}/".startswith(f"{MODELS}/") and VERSION_HEADER in Headers(scope=scope)  # type: ignore[arg-type]
+    by_version = f"{MODELS}/" in path and VERSION_HEADER in Headers(scope=scope)  # type: ignore[arg-type]
     return MESSAGES_FORM if by_version else OPENAI_FORM
 
 

@@ -185,6 +185,7 @@ class RouterHost:
             response_retention=config.response_retention,
             copies=AnswerCopies([live.dispatcher for live in self._live], config.response_retention),
             sleeping=self._sleeping() if config.enable_sleep_mode else None,
+            root_path=config.root_path,
         )
         publisher = RayPublisher((Source.ROUTER,), {"router": self._router_id}, config.metrics_compat is not None)
         Publishing(on_loop(metrics.registry.collect), publisher, publish_period()).start()

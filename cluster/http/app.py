@@ -41,6 +41,7 @@ from cluster.http.gate import Gate
 from cluster.http.kept_answers import InputItemsEndpoint, KeptChatEndpoint, KeptEndpoint, KeptResponseEndpoint
 from cluster.http.messages import CountTokensEndpoint, MessagesEndpoint
 from cluster.http.openapi import OPERATIONS, SERVED, openapi
+from cluster.http.root_path import RootPath
 from cluster.http.sites import Sites
 from cluster.http.sleep_routes import sleep_routes
 from cluster.http.storage import FileThreads, Stored
@@ -78,6 +79,7 @@ def build_app(
     response_retention: float = RESPONSE_RETENTION,
     copies: Copies | None = None,
     sleeping: Sequence[SleepingModel] | None = None,
+    root_path: str | None = None,
 ) -> ASGIApp:
     """Return the OpenAI-compatible app.
 
@@ -90,7 +92,7 @@ def build_app(
     seconds for which answers that are to be kept are, after their end; 0 = none is. copies: of them, for other
     routers; None = nobody has any.
     drain: announces that a node ends (`POST /drain`); None = there are no nodes. sleeping: puts each model to sleep;
-    None = the server has no sleep mode.
+    None = the server has no sleep mode. root_path: below which it answers, too, and which its document names.
     """
     tenancy = tenancy or Tenancy()
     metrics.register(TenantCollector(tenancy, models, metrics))
@@ -103,7 +105,7 @@ def build_app(
         *FileRoutes(stored).routes(),
         *BatchRoutes(stored, services.thread_pool, max_body_bytes).routes(),
         *_model_routes(models),
-        *_document_routes(tenancy.keyed, drain is not None),
+        *_document_routes(tenancy.keyed, drain is not None, root_path),
         *_status_routes(metrics, models, ready),
         *compat_routes(models, lambda: bool(ready()["ready"])),
         *sleep_routes(models, sleeping),
@@ -115,7 +117,8 @@ def build_app(
     threads = (services.thread_pool, stored.threads)
     app = Starlette(routes=routes, lifespan=partial(_lifespan, tenancy, kept, threads), exception_handlers=_ERRORS)
     app.router.redirect_slashes = False
-    return Gate(app, metrics, tenancy, names_answers, sites)
+    gate = Gate(app, metrics, tenancy, names_answers, sites)
+    return gate if root_path is None else RootPath(gate, root_path)
 
 
 @asynccontextmanager
@@ -213,10 +216,10 @@ def _rfc_3339(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-def _document_routes(keyed: bool, drains: bool) -> list[Route]:
+def _document_routes(keyed: bool, drains: bool, root_path: str | None) -> list[Route]:
     @cache
     def document() -> bytes:
-        return json.encode(openapi(OPERATIONS if drains else SERVED, keyed))
+        return json.encode(openapi(OPERATIONS if drains else SERVED, keyed, root_path))
 
     async def show_document(_: Request) -> Response:
         return Response(document(), media_type="application/json")

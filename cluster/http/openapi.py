@@ -317,8 +317,13 @@ _KEY_SCHEMES = {
 }
 
 
-def openapi(operations: Sequence[Operation] = OPERATIONS, keyed: bool = True) -> dict[str, Any]:
-    """Return the OpenAPI document of the given routes. keyed: whether the server has keys, and asks for one."""
+def openapi(
+    operations: Sequence[Operation] = OPERATIONS, keyed: bool = True, root_path: str | None = None
+) -> dict[str, Any]:
+    """Return the OpenAPI document of the given routes.
+
+    keyed: whether the server has keys, and asks for one. root_path: below which clients find the routes.
+    """
     requests = [one.request for one in operations if one.request is not None]
     _, schemas = models_json_schema([(one, "validation") for one in requests], ref_template=_REFS)
     return {
@@ -329,6 +334,7 @@ def openapi(operations: Sequence[Operation] = OPERATIONS, keyed: bool = True) ->
             "description": "OpenAI's and Anthropic's APIs, with the extensions of vLLM's server. Unknown fields, and "
             "fields that are not supported, are refused with 400 and their name.",
         },
+        **({} if root_path is None else {"servers": [{"url": root_path}]}),
         "paths": _paths(operations, keyed),
         "components": {
             "schemas": {**schemas["$defs"], "Error": _ERROR},

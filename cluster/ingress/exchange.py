@@ -41,6 +41,7 @@ REPEATED = frozenset(  # a POST that has no effect but its answer
         "/detokenize",
     }
 )
+ENDS_OF_REPEATED = tuple(REPEATED)
 
 
 class Budget:
@@ -199,8 +200,11 @@ class Exchange:
 
 
 def _is_repeated(scope: Mapping[str, Any]) -> bool:
-    """Whether a request can be asked twice: it has no effect but its answer."""
+    """Whether a request can be asked twice: it has no effect but its answer.
+
+    Before its path there may be a prefix (`--root-path`), which is known to the routers alone.
+    """
     if CALL in scope:
         return scope[CALL]["method"].rpartition("/")[2] in REPEATED_CALLS
-    path, method = scope["path"][len(scope.get("root_path", "")) :], scope.get("method")
-    return method in ("GET", "HEAD") or (method == "POST" and path in REPEATED)
+    method = scope.get("method")
+    return method in ("GET", "HEAD") or (method == "POST" and scope["path"].endswith(ENDS_OF_REPEATED))

@@ -333,7 +333,7 @@ FRONTEND = {
     "--dp-supervisor-probe-interval-s": Advice(REPLICAS),
     "--dp-supervisor-probe-timeout-s": Advice(REPLICAS),
     "--dp-supervisor-probe-failure-threshold": Advice(REPLICAS),
-    "--uvicorn-log-level": Advice(NO_ACCESS_LOG, holds=("warning",)),
+    "--uvicorn-log-level": Advice(NO_ACCESS_LOG, holds=("warning", "error", "critical")),
     "--disable-uvicorn-access-log": Advice(NO_ACCESS_LOG, on=True),
     "--disable-access-log-for-endpoints": Advice(NO_ACCESS_LOG),
     "--allow-credentials": Advice(
@@ -347,7 +347,6 @@ FRONTEND = {
     "--enable-ssl-refresh": Advice(IN_FRONT, off=True),
     "--ssl-cert-reqs": Advice(IN_FRONT, holds=("0",)),
     "--ssl-ciphers": Advice(IN_FRONT),
-    "--root-path": Advice("Have the proxy in front take the prefix off the path"),
     "--middleware": Advice("No code is taken into the server: put a proxy in front"),
     "--enable-request-id-headers": Advice("Answers always have the header x-request-id", on=True),
     "--disable-fastapi-docs": Advice("/docs needs a key where the server has keys: set --api-key", off=True),

@@ -313,6 +313,25 @@ async def test_the_app_works_below_a_mount_point(model):
         assert (await client.get("/llm/v1/models", headers={"authorization": "Bearer k"})).status_code == 200
 
 
+@pytest.mark.parametrize("mount", ["", "/app"])
+async def test_below_a_root_path_are_the_same_routes(model, mount):
+    app = app_for(saying(model, "ok"), model, api_key="k", root_path="/llm")
+    transport = httpx.ASGITransport(app, root_path=mount)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        client.headers["authorization"] = "Bearer k"
+        for prefix in ("", "/llm"):
+            at = mount + prefix
+            assert (await client.get(f"{at}/health")).status_code == 200
+            answer = await client.post(f"{at}/v1/completions", json=BODY)
+            assert answer.json()["choices"][0]["text"] == "ok"
+            document = (await client.get(f"{at}/openapi.json")).json()
+            assert document["servers"] == [{"url": "/llm"}]
+            refused = (await client.post(f"{at}/v1/messages", json={})).json()
+            assert refused["type"] == "error", "in Anthropic's form"
+        for path in ("/llmm/health", "/llm", "/llm/llm/health", "/x/llm/health"):
+            assert (await client.get(mount + path)).status_code == 404
+
+
 async def test_metrics_tell_what_happened(model):
     now = [0.0]
     metrics = Metrics(clock=lambda: now[0])

@@ -169,6 +169,13 @@ async def test_a_router_that_dies_behind_the_head_of_a_whole_answer_costs_nothin
     assert await ask_again([told(head)], [told(head), part(b"{}", more=False)]) == [head, part(b"{}", more=False)]
 
 
+async def test_what_is_below_a_prefix_is_asked_again_as_without_one() -> None:
+    head, end = start([(b"content-type", b"application/json"), (b"content-length", b"2")]), part(b"{}", more=False)
+    assert await ask_again([told(head)], [told(head), end], path="/llm/v1/chat/completions") == [head, end]
+    (lost, _) = await ask_again([told(head)], [told(head), end], path="/llm/v1/batches")
+    assert lost["status"] == 503
+
+
 async def test_a_proxy_that_knows_its_apps_not_yet_says_so_and_one_that_does_says_not_found() -> None:
     now = 100.0
     not_found = [start([(b"content-type", b"text/plain")], 404), part(b"Path '/v1/x' not found.", more=False)]
@@ -333,7 +340,9 @@ def told(message: dict, note: bytes = b"n") -> dict:
     return message | {KEPT: note, ROUTER_WAIT: 2.0}
 
 
-async def ask_again(*answers: list, pause: float = 0.0, router_wait: float = 60.0) -> list[dict]:
+async def ask_again(
+    *answers: list, pause: float = 0.0, router_wait: float = 60.0, path: str = "/v1/completions"
+) -> list[dict]:
     """What a client gets of a POST for which one router after the other answers, each so far and no further.
 
     None: nothing more comes. pause: seconds before each message. router_wait: while no router has said its own.
@@ -356,7 +365,7 @@ async def ask_again(*answers: list, pause: float = 0.0, router_wait: float = 60.
         await asyncio.Event().wait()
         raise AssertionError
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    scope = {"type": "http", "method": "POST", "path": path, "headers": []}
     guard = RouterLossGuard(app)
     guard._wait = router_wait
     async with asyncio.timeout(30):

@@ -140,9 +140,14 @@ def test_names_of_the_server_and_sites_are_taken_as_lists_too(run, served, tmp_p
         ("allowed_origins", "https://chat.example.com/"),
         ("allowed_origins", '["https://a", 1]'),
         ("allowed_origins", "[a"),
+        ("root_path", "llm"),
+        ("root_path", "/"),
+        ("root_path", "/a b"),
+        ("root_path", "/v1/"),
+        ("root_path", "https://example.com/llm"),
     ],
 )
-def test_what_is_no_name_of_a_server_or_no_site_is_refused_by_name(name, given):
+def test_what_is_no_name_of_a_server_no_site_or_no_path_is_refused_by_name(name, given):
     with pytest.raises(ConfigError, match=rf"^{name}: must be ") as caught:
         parse_config({"model": "demo", name: given})
     assert caught.value.flag == name

@@ -450,7 +450,6 @@ DOCUMENTED = [
     "meta-llama/Llama-3.2-1B-Instruct --dtype bfloat16 --block-size 128 --enforce-eager --seed 1",
 ]
 REFUSED = {  # by place in the list: how the sentence begins
-    4: "--root-path. Have the proxy in front take the prefix off the path",
     5: "--runner. Each decoder generates and embeds",
     16: "-pp. Layers are not spread over stages: use --tensor-parallel-size",
     17: "--data-parallel-size. Use --replicas",
