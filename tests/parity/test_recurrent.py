@@ -241,8 +241,8 @@ def test_the_plan_counts_what_is_allocated(checkpoint, two_ranks, size):
 
 
 def test_states_that_do_not_fit_are_refused_with_what_helps(checkpoint):
-    with pytest.raises(ConfigError, match=r"max_num_seqs=100000 .* lower max_num_seqs to [0-9]+") as refused:
-        opened(checkpoint[1], num_kv_blocks=None, kv_cache_memory_bytes=1 << 20, max_num_seqs=100000)
+    with pytest.raises(ConfigError, match=r"max_num_seqs=60000 .* lower max_num_seqs to [0-9]+") as refused:
+        opened(checkpoint[1], num_kv_blocks=None, kv_cache_memory_bytes=1 << 20, max_num_seqs=60000)
     assert refused.value.flag == "max_num_seqs"
 
 

@@ -202,7 +202,7 @@ def test_key_files_that_say_too_much_are_refused(text, line, words):
     [
         ({"metrics_key": "m"}, "give --api-key or --api-key-file"),
         ({"metrics_key": "k", "api_key": "k"}, "must be a key of its own"),
-        ({"metrics_key": " ", "api_key": "k"}, "must be a key of its own"),
+        ({"metrics_key": " ", "api_key": "k"}, "is empty; leave it out"),
     ],
 )
 def test_a_metrics_key_without_sense_is_refused_by_its_name(settings, words):
@@ -252,7 +252,7 @@ def test_the_command_makes_keys_for_scraping():
     assert KeyRing(parse_keys(made.stdout, "keys.yaml")).tenant_of(made.stderr.split()[-1]).scrapes
     both = squadron("keys", "new", "--tenant", "prometheus", "--scrape", "--admin")
     assert (both.returncode, both.stdout) == (1, "")
-    assert both.stderr.startswith("Error: scrape: true excludes admin: true")
+    assert both.stderr.startswith("Error: --admin and --scrape exclude each other")
 
 
 def test_status_and_top_say_which_key_they_need():
