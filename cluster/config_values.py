@@ -78,7 +78,6 @@ def context_length(value: Any) -> Any:
     return None if value in ("auto", "-1", -1) else short_number(value)
 
 
-API_ROOTS = ("/v1", "/v2")  # below which a prefix of the same name could not be told from a route
 # Settings that are read so.
 SHORT_NUMBERS = (
     "max_model_len",
@@ -168,12 +167,15 @@ def listen_host(host: str) -> str:
     return host
 
 
+ROUTE_ROOTS = ("/v1", "/v2", "/why")  # of routes below them, which could not be told from those below a prefix
+
+
 def path_prefix(path: str) -> str:
     """Return a `root_path` without a slash at its end. Raises `ValueError` for what is none, or one of the API's."""
     found = path.rstrip("/")
     if not re.fullmatch(r"(/[-\w.~]+)+", found, re.ASCII):
         raise ValueError("must be a path such as /llm")
-    if found in API_ROOTS:
+    if found in ROUTE_ROOTS:
         raise ValueError("must be another path than those of the API, such as /llm")
     return found
 

@@ -29,6 +29,7 @@ from cluster.config_values import GATEWAY
 from cluster.errors import ReplicaStartError
 from cluster.grpc_api.metrics import GrpcMetrics
 from cluster.http.app import build_app
+from cluster.http.gate import RootPath
 from cluster.http.sites import Sites
 from cluster.ingress.let_go import LetGo
 from cluster.ingress.router_directory import RouterAnnouncement
@@ -189,7 +190,7 @@ class RouterHost:
         )
         publisher = RayPublisher((Source.ROUTER,), {"router": self._router_id}, config.metrics_compat is not None)
         Publishing(on_loop(metrics.registry.collect), publisher, publish_period()).start()
-        whole = front if self._tracing is None else self._tracing.app(front)
+        whole = RootPath(front if self._tracing is None else self._tracing.app(front), config.root_path)
         answered = GrpcMetrics(metrics).answered
         letting_go = LetGo(whole if config.grpc_port is None else self._with_calls(whole, models, tenancy, answered))
         self._ingress = IngressCheck(letting_go, config.router_wait)

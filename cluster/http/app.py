@@ -41,7 +41,6 @@ from cluster.http.gate import Gate
 from cluster.http.kept_answers import InputItemsEndpoint, KeptChatEndpoint, KeptEndpoint, KeptResponseEndpoint
 from cluster.http.messages import CountTokensEndpoint, MessagesEndpoint
 from cluster.http.openapi import OPERATIONS, SERVED, openapi
-from cluster.http.root_path import RootPath
 from cluster.http.sites import Sites
 from cluster.http.sleep_routes import sleep_routes
 from cluster.http.storage import FileThreads, Stored
@@ -92,7 +91,8 @@ def build_app(
     seconds for which answers that are to be kept are, after their end; 0 = none is. copies: of them, for other
     routers; None = nobody has any.
     drain: announces that a node ends (`POST /drain`); None = there are no nodes. sleeping: puts each model to sleep;
-    None = the server has no sleep mode. root_path: below which it answers, too, and which its document names.
+    None = the server has no sleep mode. root_path: below which clients find it, as its document
+    says.
     """
     tenancy = tenancy or Tenancy()
     metrics.register(TenantCollector(tenancy, models, metrics))
@@ -117,8 +117,7 @@ def build_app(
     threads = (services.thread_pool, stored.threads)
     app = Starlette(routes=routes, lifespan=partial(_lifespan, tenancy, kept, threads), exception_handlers=_ERRORS)
     app.router.redirect_slashes = False
-    gate = Gate(app, metrics, tenancy, names_answers, sites)
-    return gate if root_path is None else RootPath(gate, root_path)
+    return Gate(app, metrics, tenancy, names_answers, sites)
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.admission.deadline import HEADER, before_the_proxy, timeout_of
 from cluster.admission.keys import OPEN, Tenant, as_bearer
@@ -175,6 +175,23 @@ async def _refuse(
     told = exchange["id"], tenant, error.code
     log.info("request %s of tenant %s: refused at the door: %s", *told, extra=about(exchange))
     await Answer(send, form).error(error, headers)
+
+
+class RootPath:
+    """ASGI middleware around all others: the routes are below a prefix, too, as with uvicorn's `--root-path`.
+
+    prefix: such as /llm, without a slash at its end; None = there is none.
+    """
+
+    def __init__(self, app: ASGIApp, prefix: str | None) -> None:
+        self._app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass one exchange on (ASGI)."""
+        if self._prefix is not None and scope["type"] == "http" and raw_path(scope).startswith(f"{self._prefix}/"):
+            scope["root_path"] = scope.get("root_path", "") + self._prefix
+        await self._app(scope, receive, send)
 
 
 def raw_path(scope: Scope) -> str:

@@ -249,6 +249,12 @@ class ModelRunner:
         specs, kinds = attention_specs(self.model.cached, config, self.group.device)
         return select_for_layers(config.attention_backend, specs, kinds)
 
+    @property
+    def _no_memory(self) -> tuple[type[Exception], ...]:
+        """What torch raises for more bytes than there are; on a CPU also for more than it can count."""
+        on_gpu = self.group.device.type == "cuda"
+        return (torch.OutOfMemoryError,) if on_gpu else (MemoryError, RuntimeError)
+
     def _allocate(self, num_blocks: int) -> KVCache:
         """Return a cache of so many blocks, and of as many states as there are sequences and snapshots."""
         specs, config = self.model.cache_specs(self._attention.spec.cache_dtype), self.config
@@ -256,7 +262,7 @@ class ModelRunner:
         states = 1 if snapshots is None else config.max_num_seqs + snapshots + 1
         try:
             return KVCache(specs, num_blocks, config.block_size, self.group.device, self._kv_scales, states)
-        except (MemoryError, RuntimeError) as error:  # torch's, for too many bytes to be had or to be counted
+        except self._no_memory as error:
             taken = num_blocks * block_bytes(specs, config.block_size)
             raise ConfigError(
                 f"the KV cache of num_kv_blocks={num_blocks} takes {taken} bytes, which {self.group.device} does not "

@@ -9,7 +9,9 @@ import httpx
 import openai
 import pytest
 
+from cluster.config_values import ROUTE_ROOTS
 from cluster.errors import ApiError
+from cluster.http.gate import RootPath
 from cluster.telemetry.metrics import Metrics
 from engine.errors import PromptTooLongError
 from tests.openai_app import MODEL, app_for, client_for, events, saying, served_model, serving
@@ -315,7 +317,7 @@ async def test_the_app_works_below_a_mount_point(model):
 
 @pytest.mark.parametrize("mount", ["", "/app"])
 async def test_below_a_root_path_are_the_same_routes(model, mount):
-    app = app_for(saying(model, "ok"), model, api_key="k", root_path="/llm")
+    app = RootPath(app_for(saying(model, "ok"), model, api_key="k", root_path="/llm"), "/llm")
     transport = httpx.ASGITransport(app, root_path=mount)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         client.headers["authorization"] = "Bearer k"
@@ -330,6 +332,11 @@ async def test_below_a_root_path_are_the_same_routes(model, mount):
             assert refused["type"] == "error", "in Anthropic's form"
         for path in ("/llmm/health", "/llm", "/llm/llm/health", "/x/llm/health"):
             assert (await client.get(mount + path)).status_code == 404
+
+
+def test_no_root_path_is_one_that_routes_are_below(model):
+    paths = [one.path for one in app_for(saying(model, "ok"), model)._app.routes]
+    assert {f"/{first}" for _, first, *more in (path.split("/") for path in paths) if more} == set(ROUTE_ROOTS)
 
 
 async def test_metrics_tell_what_happened(model):

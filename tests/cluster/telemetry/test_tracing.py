@@ -9,6 +9,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from cluster.admission.admission_queue import AdmissionConfig, AdmissionQueue
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
+from cluster.http.gate import RootPath
 from cluster.http.request_spans import RouterTracing
 from cluster.router.models import Models
 from cluster.router.replica_handle import LiveRequest
@@ -58,6 +59,14 @@ async def test_streamed_request_is_one_trace_with_all_spans_joined(model):
     assert answer.headers["traceresponse"] == f"00-{TRACE}-{ingress.context.span_id:016x}-01"
     assert {one.context.trace_state["vendor"] for one in spans.all()} == {"1"}
     assert {one.status.status_code for one in spans.all()} == {StatusCode.UNSET}
+
+
+async def test_what_is_below_a_root_path_is_traced_as_without_one(model):
+    spans = Spans()
+    app = RouterTracing(spans.tracing()).app(app_for(saying(model, "hi"), model))
+    async with client_for(RootPath(app, "/llm")) as client:
+        assert (await post(client, "/llm/v1/completions")).status_code == 200
+    spans.one("POST /v1/completions")
 
 
 async def test_spans_lie_within_their_parents_and_phases_leave_no_gap(model):

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from engine.errors import CheckpointError
 from engine.quantization.config import read_quantization
 from engine.quantization.spec import QuantizationSpec
+from tests.long import examples
+from tests.parity.compressed import scheme
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "data_type": "int"}
@@ -19,6 +26,43 @@ def read(found: dict[str, Any]) -> QuantizationSpec:
     spec = read_quantization({"quantization_config": found})
     assert spec is not None
     return spec
+
+
+ANYTHING = st.sampled_from(
+    [None, True, 0, -1, 3, 1 << 70, 0.5, "", "x", "re:(", [], ["x"], [1], {}, {"x": 1}, {"x": {}}]
+)
+MIXED = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a.b": {"quant_algo": "FP8"}}}
+CONFIGS = [
+    GPTQ | {"dynamic": {"-:.*attn.*": {}}, "format": "gptq"},
+    AWQ | {"modules_to_not_convert": ["x"]},
+    AUTO_ROUND | {"packing_format": "auto_round:auto_gptq", "extra_config": {"a": {"bits": 16}}},
+    MODELOPT | MIXED,
+    MODELOPT | {"quant_algo": "NVFP4", "group_size": 16},
+    {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"},
+    *(scheme(*of) for of in (("int", "pack-quantized"), ("float", "float-quantized"))),
+]
+
+
+def places(found: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield each field of a config, and those of objects in it."""
+    if isinstance(found, dict):
+        for name, value in found.items():
+            yield found, name
+            yield from places(value)
+
+
+@settings(max_examples=examples(400))
+@given(config=st.sampled_from(CONFIGS), draw=st.data())
+def test_a_field_that_is_anything_is_read_or_refused(config: dict[str, Any], draw: st.DataObject) -> None:
+    changed = deepcopy(config)
+    where, name = draw.draw(st.sampled_from(list(places(changed))))
+    where[name] = draw.draw(ANYTHING)
+    try:
+        spec = read_quantization({"quantization_config": changed})
+    except CheckpointError as refused:
+        assert "quantization_config" in str(refused)
+        return
+    assert spec is None or spec.of("model.layers.0.mlp.up_proj") in (None, *spec.all)
 
 
 @pytest.mark.parametrize(
