@@ -8,18 +8,33 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Collection
 from pathlib import Path
 
 import psutil
 
 from deploy.cli.processes import kill_all
-from tests.e2e.harness import eventually
+from tests.e2e.harness import answers, eventually
 from tests.lifetime import DIE_WITH_PARENT
 
 PROGRAM = DIE_WITH_PARENT + "from deploy.main import main; main()"
 START_SECONDS = 240.0  # beside another server that starts, on two cores that others use too
 EXIT_SECONDS = 40.0
 LEAK_SECONDS = 10.0
+
+
+def wait_gone(started: Collection[psutil.Process]) -> None:
+    """Wait until processes have ended.
+
+    One that its new parent has not waited for yet has: a Ray that a test started in this process made this one the
+    parent of all that are orphaned.
+    """
+
+    def gone() -> bool:
+        running = answers(started, lambda one: one.is_running() and one.status() != psutil.STATUS_ZOMBIE)
+        return not any(runs for _, runs in running)
+
+    eventually(gone, "all processes gone", LEAK_SECONDS)
 
 
 class Command:

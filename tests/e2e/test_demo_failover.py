@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.e2e.command import LEAK_SECONDS, START_SECONDS, Command
-from tests.e2e.harness import eventually
+from tests.e2e.command import START_SECONDS, Command, wait_gone
 
 
 def test_it_kills_a_replica_and_no_stream_notices(tmp_path: Path) -> None:
@@ -17,7 +16,7 @@ def test_it_kills_a_replica_and_no_stream_notices(tmp_path: Path) -> None:
         command.wait_for("kill -9 ")
         started = command.descendants()
         assert command.wait(START_SECONDS) == 0, command.text
-        eventually(lambda: not any(process.is_running() for process in started), "all processes gone", LEAK_SECONDS)
+        wait_gone(started)
     finally:
         command.kill()
     assert re.search(r"kill -9 \d+: replica \w+, with \d+ sequences", command.text)

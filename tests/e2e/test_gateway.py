@@ -28,7 +28,7 @@ from tests.e2e.behind_ingress import (
     tokens_of_call,
     unfinished,
 )
-from tests.e2e.command import LEAK_SECONDS, Command, url_of
+from tests.e2e.command import Command, url_of, wait_gone
 from tests.e2e.harness import eventually
 
 pytestmark = pytest.mark.timeout(420)  # a server starts, on a machine that others may use as well
@@ -110,4 +110,4 @@ def test_ctrl_c_leaves_nothing_behind(served: Command) -> None:
     started = served.descendants()
     assert served.ctrl_c() == 0
     assert "Traceback" not in served.text
-    eventually(lambda: not any(process.is_running() for process in started), "all processes gone", LEAK_SECONDS)
+    wait_gone(started)

@@ -32,7 +32,7 @@ from tests.e2e.behind_ingress import (
     tokens_of_call,
     unfinished,
 )
-from tests.e2e.command import LEAK_SECONDS, Command, url_of
+from tests.e2e.command import Command, url_of, wait_gone
 from tests.e2e.harness import eventually
 
 pytestmark = pytest.mark.timeout(420)  # a server starts, on a machine that others may use as well
@@ -167,5 +167,5 @@ def test_ctrl_c_leaves_no_haproxy_and_no_folder_behind(served: Command) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
     assert served.ctrl_c() == 0
     assert "Traceback" not in served.text
-    eventually(lambda: not any(process.is_running() for process in started), "all processes gone", LEAK_SECONDS)
+    wait_gone(started)
     assert not folder.exists()

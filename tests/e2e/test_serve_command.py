@@ -19,8 +19,8 @@ from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
 from deploy.serve.environment import on_loopback, running_rays
 from tests.chaos.batch import write_rows
-from tests.e2e.command import LEAK_SECONDS, START_SECONDS, Command, url_of
-from tests.e2e.harness import answers, eventually
+from tests.e2e.command import START_SECONDS, Command, url_of, wait_gone
+from tests.e2e.harness import answers
 
 pytestmark = pytest.mark.timeout(420)  # a server starts, on a machine that others may use as well
 
@@ -160,7 +160,7 @@ def test_ctrl_c_leaves_no_process_behind(served: Command) -> None:
     assert served.ctrl_c() == 0
     assert "Stopping" in served.text
     assert "Traceback" not in served.text
-    eventually(lambda: not any(process.is_running() for process in started), "all processes gone", LEAK_SECONDS)
+    wait_gone(started)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health", timeout=5)
 
@@ -175,7 +175,7 @@ def test_a_supervisors_sigterm_to_all_processes_ends_all_of_them_soon(home: Path
         started = command.descendants()
         os.killpg(command.process.pid, signal.SIGTERM)
         command.wait()
-        eventually(lambda: not any(process.is_running() for process in started), "all processes gone", LEAK_SECONDS)
+        wait_gone(started)
     finally:
         command.kill()
 
