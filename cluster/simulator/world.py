@@ -96,8 +96,9 @@ class World(Scene):
         self.violations += checks.left_over(self)
 
     def _stands_still(self) -> bool:
-        """Whether a router may yet charge for what it did before it was stopped."""
-        return self.history.ingress and any(life.process.stopped for life in self.fleet.routers.values())
+        """Whether a router, or one with a successor, may yet charge for what it did before it was stopped."""
+        lives = (life.process for life in self.fleet.all_routers)
+        return self.history.ingress and any(process.stopped and not process.dead for process in lives)
 
     def _start_holder(self) -> None:
         self.holder = self.fleet.new_process("holder")

@@ -277,4 +277,16 @@ FAILED: dict[str, History] = {
             Arrive(at=2.203, seed=587097041, prompt=2, tokens=1, router=1),
         ),
     ),
+    "a router that stood still had a successor, and took back later what it had charged": History(
+        seed=891132037449,
+        routers=2,
+        replicas=1,
+        ingress=True,
+        events=(
+            Arrive(at=0.1036, seed=803564224, prompt=2, tokens=1, router=1),
+            Arrive(at=0.5907, seed=356554145, prompt=2, tokens=12, stream=False),
+            Stop(at=0.8044, process="router-1", seconds=8.0),
+            LetGo(at=2.3464, process="router-1"),
+        ),
+    ),
 }
