@@ -117,8 +117,8 @@ class Kernels(ABC):
         """Return the same for `weight` [out, in] in int8 with `scale` [out] in fp32."""
         return None
 
-    def fp8_linear(self, weight: Tensor, scale: Tensor) -> LinearMethod | None:
-        """Return the same for `weight` [out, in] in e4m3 with `scale` [out / rows, in / columns] fp32, one a block.
+    def block_linear(self, weight: Tensor, scale: Tensor) -> LinearMethod | None:
+        """Return the same for `weight` [out, in] in e4m3 or int8, times `scale` [out / rows, in / columns] of blocks.
 
         On a CPU what is returned keeps neither, and a row's bits must not depend on how many rows there are. On a GPU
         it is for at most `FEW_ROWS` rows.

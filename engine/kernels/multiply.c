@@ -1,5 +1,5 @@
 /* x W^T for weights packed once, at any number of rows; weights are of the dtype of x, int8 with a scale per output, of
- * four bits by groups of inputs (panel_fours.h), or fp8 likewise (panel_eights.h).
+ * four bits by groups of inputs (panel_fours.h), or fp8 or int8 likewise (panel_eights.h).
  *
  * Packed: panels of WIDE outputs, [ceil(outs / WIDE)][ceil(ins / DEPTH)][WIDE][DEPTH], zeros in the padding, where
  * DEPTH is how many products one instruction sums; int8 as [..][..][WIDE / LANES][DEPTH][LANES]. Each result is one sum
@@ -68,8 +68,8 @@ void pack(const elem *weights, elem *packed, int64_t outs, int64_t ins) {
     pack_panels(0, (const char *)weights, (char *)packed, outs, ins, sizeof(elem));
 }
 
-/* tiles: as of `multiply`. */
-void pack_e4m3(const uint8_t *weights, uint8_t *packed, int64_t outs, int64_t ins, int tiles) {
+/* Weights of eight bits for `multiply8_by_groups`. tiles: as of `multiply`. */
+void pack8_by_groups(const uint8_t *weights, uint8_t *packed, int64_t outs, int64_t ins, int tiles) {
     if (!BY_GROUP || by_tiles(ins, tiles)) {
         pack_panels(0, (const char *)weights, (char *)packed, outs, ins, sizeof(uint8_t));
         return;
@@ -182,8 +182,10 @@ void multiply8(const elem *x, int64_t x_stride, const int8_t *packed, const floa
 
 /* The plain strip of `steps` from step `start` of a panel on. */
 static NOINLINE void widen(int kind, const Codes *panel, long start, long steps, made *strip) {
-    if (kind == EIGHTS)
-        widen_e4m3(panel, start, steps, strip);
+    if (kind == EIGHT_FLOATS)
+        widen8(EIGHT_FLOATS, panel, start, steps, strip);
+    else if (kind == EIGHT_WHOLE)
+        widen8(EIGHT_WHOLE, panel, start, steps, strip);
     else if (kind == FLOATS)
         widen4(FLOATS, panel, start, steps, strip);
     else if (kind == OFFSET)
@@ -237,7 +239,7 @@ INLINE void multiply_read(const int kind, Band band, const Codes *panel, const e
 #endif
 
 #if BY_GROUP
-/* As multiply_panel, for a panel whose groups are scaled whole. eight: whether codes are e4m3. keep: the first pass over the
+/* As multiply_panel, for a panel whose groups are scaled whole. eight: as of multiply_group. keep: the first pass over the
  * rows keeps what it looks up for the others, a piece at a time; otherwise each pass looks up again. */
 INLINE void multiply_coded(const int eight, const int keep, Band band, const Codes *panel, const elem *bias, long outs, long wide) {
     ALIGNED float sums[(BAND + TILE_ROWS) * WIDE];
@@ -265,8 +267,10 @@ INLINE void multiply_coded(const int eight, const int keep, Band band, const Cod
     }
 CODED(look_up_fours, 0, 0)
 CODED(keep_fours, 0, 1)
-CODED(look_up_eights, 1, 0)
-CODED(keep_eights, 1, 1)
+CODED(look_up_floats, EIGHT_FLOATS, 0)
+CODED(keep_floats, EIGHT_FLOATS, 1)
+CODED(look_up_bytes, EIGHT_WHOLE, 0)
+CODED(keep_bytes, EIGHT_WHOLE, 1)
 #endif
 
 /* A band with a panel in four bits. */
@@ -288,19 +292,20 @@ INLINE void multiply_fours(const int kind, int tiled, Band band, const Codes *fo
 #endif
 }
 
-/* A band with a panel in fp8. */
-INLINE void multiply_eights(int tiled, Band band, const Codes *eights, const elem *bias, long outs, long wide) {
+/* A band with a panel in eight bits. */
+INLINE void multiply_eights(const int kind, int tiled, Band band, const Codes *eights, const elem *bias, long outs, long wide) {
     if (tiled) {
-        multiply_widened(1, EIGHTS, band, eights, bias, outs, wide);
+        multiply_widened(1, kind, band, eights, bias, outs, wide);
         return;
     }
 #if BY_GROUP
-    if (band.rows <= MAX_ROWS)
-        look_up_eights(band, eights, bias, outs, wide);
+    const int few = band.rows <= MAX_ROWS;
+    if (kind == EIGHT_FLOATS)
+        (few ? look_up_floats : keep_floats)(band, eights, bias, outs, wide);
     else
-        keep_eights(band, eights, bias, outs, wide);
+        (few ? look_up_bytes : keep_bytes)(band, eights, bias, outs, wide);
 #else
-    multiply_widened(0, EIGHTS, band, eights, bias, outs, wide);
+    multiply_widened(0, kind, band, eights, bias, outs, wide);
 #endif
 }
 
@@ -321,8 +326,10 @@ INLINE void multiply_by_codes(const int eight, Band all, const Codes *weight, co
             if (codes.zeros) codes.zeros += panel * of_groups;
             if (codes.of_outputs) codes.of_outputs += at;
             const elem *own = bias ? bias + at : 0;
-            if (eight)
-                multiply_eights(tiled, band, &codes, own, outs, wide);
+            if (eight && weight->floats)
+                multiply_eights(EIGHT_FLOATS, tiled, band, &codes, own, outs, wide);
+            else if (eight)
+                multiply_eights(EIGHT_WHOLE, tiled, band, &codes, own, outs, wide);
             else if (weight->floats)
                 multiply_fours(FLOATS, tiled, band, &codes, own, outs, wide);
             else if (weight->zeros)
@@ -343,11 +350,12 @@ void multiply4(const elem *x, int64_t x_stride, const char *packed, const char *
     multiply_by_codes(0, all, &weight, bias, outs, ins, threads, tiles);
 }
 
-/* As multiply4, with weights of pack_e4m3, none of them NaN, and scales times E4M3_UNIT. group: a multiple of 2 * DEPTH,
- * and ins of that. */
-void multiply_e4m3(const elem *x, int64_t x_stride, const char *packed, const char *scales, const elem *bias, elem *out,
-                   int64_t rows, int64_t outs, int64_t ins, int64_t group, int64_t held, int64_t threads, int tiles) {
+/* As multiply4, with weights of pack8_by_groups. group: a multiple of 2 * DEPTH, and ins of that. floats: whether weights are
+ * of e4m3, none of them NaN, and scales times E4M3_UNIT; else they are int8. */
+void multiply8_by_groups(const elem *x, int64_t x_stride, const char *packed, const char *scales, const elem *bias, elem *out,
+                         int64_t rows, int64_t outs, int64_t ins, int64_t group, int64_t held, int64_t floats, int64_t threads,
+                         int tiles) {
     const Band all = {x, out, rows, x_stride};
-    const Codes weight = {packed, scales, 0, 0, ins / DEPTH, group / DEPTH, (int)held, 0};
+    const Codes weight = {packed, scales, 0, 0, ins / DEPTH, group / DEPTH, (int)held, (int)floats};
     multiply_by_codes(1, all, &weight, bias, outs, ins, threads, tiles);
 }

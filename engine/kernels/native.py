@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from engine.kernels.base import FourBits, TorchKernels
 from engine.kernels.compiler import load_library
-from engine.kernels.native_linear import NativeFourBitLinear, NativeFp8Linear, NativeInt8Linear, NativeLinear
+from engine.kernels.native_linear import NativeBlockLinear, NativeFourBitLinear, NativeInt8Linear, NativeLinear
 from engine.kernels.recurrent import StateRows
 from parallel.linear import LinearMethod
 
@@ -37,7 +37,7 @@ def why_not_native(head_dim: int, dtype: torch.dtype, device: torch.device) -> s
 
 NAMES = (
     *("rms_norm", "norm_rotate", "silu_gate", "gelu_gate", "attend", "pack", "multiply", "pack8", "multiply8"),
-    *("pack4", "multiply4", "pack_e4m3", "multiply_e4m3"),
+    *("pack4", "multiply4", "pack8_by_groups", "multiply8_by_groups"),
     *("short_conv", "unit_heads", "outer_product_state"),
 )
 
@@ -73,8 +73,8 @@ def native_library(
         library.scales_sums.argtypes = (c_int64, c_int)
         library.holds_halves.argtypes = ()
         library.multiply4.argtypes = (c_void_p, c_int64, *(c_void_p,) * 6, *(c_int64,) * 7, c_int)
-        library.pack_e4m3.argtypes = (*(c_void_p,) * 2, *(c_int64,) * 2, c_int)
-        library.multiply_e4m3.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, *(c_int64,) * 6, c_int)
+        library.pack8_by_groups.argtypes = (*(c_void_p,) * 2, *(c_int64,) * 2, c_int)
+        library.multiply8_by_groups.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, *(c_int64,) * 7, c_int)
         library.short_conv.argtypes = (c_void_p, c_int64, *(c_void_p,) * 7, *(c_int64,) * 5)
         library.unit_heads.argtypes = (c_void_p, c_int64, c_void_p, *(c_int64,) * 3, c_float, c_float, c_int64)
         library.outer_product_state.argtypes = (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 7, *(c_int64,) * 7)
@@ -120,10 +120,10 @@ class NativeKernels(TorchKernels):
         return NativeInt8Linear(self._library, weight, scale, self._dtype, self._threads)
 
     @override
-    def fp8_linear(self, weight: Tensor, scale: Tensor) -> LinearMethod | None:
-        if not NativeFp8Linear.supports(self._library, weight, scale):
+    def block_linear(self, weight: Tensor, scale: Tensor) -> LinearMethod | None:
+        if not NativeBlockLinear.supports(weight, scale):
             return None
-        return NativeFp8Linear(self._library, weight, scale, self._dtype, self._threads)
+        return NativeBlockLinear(self._library, weight, scale, self._dtype, self._threads)
 
     @override
     def four_bit_linear(self, weight: FourBits) -> LinearMethod | None:

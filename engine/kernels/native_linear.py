@@ -24,7 +24,7 @@ HELD = (
 )  # what scales are held in, as in panel_scales.h
 EXPONENT, EXPONENT_AT = 0x7F800000, 23  # of fp32
 ONE = 127  # as an exponent
-LEAST_FP8_GROUP = 32  # inputs that share a scale of fp8: of fewer, scales would take as much as the weight
+LEAST_GROUP = 32  # inputs of eight bits that share a scale: of fewer, scales would take as much as the weight
 
 
 class _PanelLinear(LinearMethod):
@@ -163,8 +163,8 @@ class NativeFourBitLinear(_PanelLinear):
         return f"{kind}{super().describe()}{self._in_groups(self._group, self._scales)}"
 
 
-class NativeFp8Linear(_PanelLinear):
-    """Weights in fp8 (e4m3), times a scale by blocks; see `Kernels.fp8_linear` for what they are.
+class NativeBlockLinear(_PanelLinear):
+    """Weights in eight bits, times a scale by blocks; see `Kernels.block_linear` for what they are.
 
     dtype: of the activations. The results are those of `NativeLinear` with the weights that these stand for, rounded
     to the dtype, bit for bit. Where bfloat16 is widened to fp32, or groups are scaled as a whole, they are not
@@ -172,25 +172,28 @@ class NativeFp8Linear(_PanelLinear):
     """
 
     def __init__(self, library: ctypes.CDLL, weight: Tensor, scale: Tensor, dtype: torch.dtype, threads: int) -> None:
-        super().__init__(library, library.multiply_e4m3, weight.shape, dtype, threads)
-        self._group = weight.shape[1] // scale.shape[1]
+        super().__init__(library, library.multiply8_by_groups, weight.shape, dtype, threads)
+        self._group, self._floats = weight.shape[1] // scale.shape[1], weight.dtype is E4M3
         self._packed = torch.empty(self._padded() * self._ins, dtype=torch.uint8)
         plain = weight.contiguous()
-        library.pack_e4m3(plain.data_ptr(), self._packed.data_ptr(), self._outs, self._ins, self._tiles)
-        narrow = self._narrowed(scale.float() * E4M3_UNIT).repeat_interleave(self._outs // len(scale), 0)
+        library.pack8_by_groups(plain.data_ptr(), self._packed.data_ptr(), self._outs, self._ins, self._tiles)
+        wide = scale.float() * E4M3_UNIT if self._floats else scale.float()
+        narrow = self._narrowed(wide).repeat_interleave(self._outs // len(scale), 0)
         self._scales = _in_lanes(narrow, self._padded())
         self._addresses = self._packed.data_ptr(), self._scales.data_ptr()
-        self._ending = self._group, HELD.index(narrow.dtype), *self._ending
+        self._ending = self._group, HELD.index(narrow.dtype), int(self._floats), *self._ending
 
     @staticmethod
-    def supports(library: ctypes.CDLL, weight: Tensor, scale: Tensor) -> bool:
-        """Whether `library` can pack it: groups are not so small that scales outgrow the weight, which has no NaN."""
-        fits = weight.shape[1] // scale.shape[1] % LEAST_FP8_GROUP == 0
-        return fits and not bool((weight.view(torch.uint8) & NAN == NAN).any())
+    def supports(weight: Tensor, scale: Tensor) -> bool:
+        """Whether it can be packed: groups are not so small that scales outgrow the weight, which has no NaN."""
+        if weight.shape[1] // scale.shape[1] % LEAST_GROUP:
+            return False
+        return weight.dtype is torch.int8 or not bool((weight.view(torch.uint8) & NAN == NAN).any())
 
     @override
     def describe(self) -> str:
-        return f"{super().describe()}{self._in_groups(self._group, self._scales)}"
+        kind = "fp8" if self._floats else "int8"
+        return f"{kind} {super().describe()}{self._in_groups(self._group, self._scales)}"
 
 
 def _in_lanes(of_groups: Tensor, padded: int) -> Tensor:

@@ -15,8 +15,8 @@
 #define MOST_COLS 4                 /* vectors of outputs at a time: their words are in registers, too */
 #define FAR 16384                    /* bytes ahead that weights are fetched */
 
-/* What a code stands for: less 8, less its zero besides, a number of E2M1, or in eight bits one of e4m3. */
-enum { WHOLE, OFFSET, FLOATS, EIGHTS };
+/* What a code stands for: less 8, less its zero besides, a number of E2M1; in eight bits a number of e4m3, or itself. */
+enum { WHOLE, OFFSET, FLOATS, EIGHT_FLOATS, EIGHT_WHOLE };
 
 /* A panel of codes. */
 typedef struct {

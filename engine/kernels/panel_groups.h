@@ -1,7 +1,7 @@
-/* Panels of weights in four bits or in fp8 (e4m3) whose groups of inputs are scaled whole: for CPUs with dot products of
+/* Panels of weights in four bits or in eight whose groups of inputs are scaled whole: for CPUs with dot products of
  * bfloat16, where rows are not taken by tiles. Included by panels.h.
  *
- * Rows multiply with code - 8, or with the number of E2M1 or e4m3, which bfloat16 holds exactly, and the sum of a group is
+ * Rows multiply with code - 8, or with the number of E2M1, e4m3 or int8, which bfloat16 holds exactly, and the sum of a group is
  * scaled. So no weight is rounded, and one of four bits costs a shift and a look-up. With X for the sum of the group's
  * inputs, sum((code - zero) * x) * scale = (sum((code - 8) * x) - (zero - 8) * X) * scale. Where all codes are their zero,
  * what is left are the roundings of two sums, not 0.
@@ -33,10 +33,20 @@ INLINE run numbers_of(const int eight, int floats) {
     return _mm512_loadu_si512(eight ? e4m3 : floats ? e2m1 : whole);
 }
 
+/* The numbers of int8 of step `at` of a vector of words: two inputs of an output are the lowest or highest byte of each half
+ * of 32 bits. Whole numbers of eight bits are the upper half of their fp32, as bfloat16. */
+INLINE run halves_of_bytes(run words, int at) {
+    const run first = _mm512_srai_epi32(_mm512_slli_epi32(words, at ? 16 : 24), 24);
+    const run second = _mm512_srai_epi32(at ? words : _mm512_slli_epi32(words, 8), 24);
+    const uvec even = (uvec)_mm512_cvtepi32_ps(first), odd = (uvec)_mm512_cvtepi32_ps(second);
+    return (run)(even >> 16 | (odd & 0xffff0000u));
+}
+
 /* The numbers of step `at` of a vector of words. Those of e4m3 are divided by E4M3_UNIT: an exponent of four bits read as
  * one of eight, those of bfloat16. */
 INLINE run halves(const int eight, run words, int at, run numbers) {
     if (!eight) return _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * at), numbers);
+    if (eight == EIGHT_WHOLE) return halves_of_bytes(words, at);
     const run size = _mm512_and_si512(at ? _mm512_srli_epi16(words, 8) : words, _mm512_set1_epi16(0x7f));
     const run found = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16((127 - 7 - 8) << 7));
     const __mmask32 least = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(8)); /* an exponent of 0 */
@@ -67,7 +77,7 @@ typedef struct {
 } Piece;
 
 /* part [rows][cols] = x [rows][stride] times `steps` of a group from step `start` of the piece on, for vectors of outputs
- * from `first` on. eight: whether codes are e4m3. */
+ * from `first` on. eight: EIGHT_FLOATS or EIGHT_WHOLE; 0 = codes are of four bits. */
 INLINE void multiply_group(const int rows, const int cols, const int eight, const int source, const elem *x, long stride,
                            const Piece *piece, long start, long steps, int first, vec part[MAX_ROWS][VECS]) {
     const int of_word = STEPS_OF_WORD(eight);

@@ -1,4 +1,4 @@
-"""Products in Triton with weights of four bits, and in fp8, that groups of inputs scale: made plain on the way.
+"""Products in Triton with weights of four bits, and of eight, that groups of inputs scale: made plain on the way.
 
 A tile of the weight is made plain in registers, in the dtype of the activations, and multiplied by the matrix units.
 So few rows cost what reading codes costs. No GPU has run these: they are shown in the interpreter and by compiling.
@@ -61,10 +61,10 @@ def as_bits(scale: Tensor) -> Tensor:
     return scale.view(torch.uint8) if scale.dtype is E4M3 else scale
 
 
-class TritonFp8Linear(LinearMethod):
-    """e4m3 times a scale for each block of outputs and inputs; the activations are not quantised.
+class TritonBlockLinear(LinearMethod):
+    """e4m3 or int8 times a scale for each block of outputs and inputs; the activations are not quantised.
 
-    weight [out, in], scale [out / rows, in / columns] fp32. Both stay the layer's own.
+    weight [out, in], scale [out / rows, in / columns]. Both stay the layer's own.
     """
 
     def __init__(self, weight: Tensor, scale: Tensor) -> None:
@@ -73,7 +73,7 @@ class TritonFp8Linear(LinearMethod):
     @staticmethod
     def supports(weight: Tensor) -> bool:
         """Whether the kernel multiplies by such a weight."""
-        return weight.dtype is E4M3 and weight.is_contiguous()
+        return weight.dtype in (E4M3, torch.int8) and weight.is_contiguous()
 
     @override
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -82,7 +82,7 @@ class TritonFp8Linear(LinearMethod):
         out = x.new_empty(rows, outs)
         tile = 16 if outs <= NARROW else 32
         if rows:
-            _multiply_fp8[(ceil_div(rows, TILE_ROWS), ceil_div(outs, tile))](
+            _multiply_blocks[(ceil_div(rows, TILE_ROWS), ceil_div(outs, tile))](
                 x, self.weight, self.scale, bias, out, rows, outs, ins, x.stride(0), self.scale.shape[1],
                 BLOCK_OUTS=outs // self.scale.shape[0], BLOCK_INS=ins // self.scale.shape[1],
                 ROWS=TILE_ROWS, OUTS=tile, INS=TILE_INS, BIAS=bias is not None, num_warps=4, num_stages=4,
@@ -91,7 +91,8 @@ class TritonFp8Linear(LinearMethod):
 
     @override
     def describe(self) -> str:
-        return "TritonFp8Linear {}x{} by {}x{}".format(*self.weight.shape, *self.scale.shape)
+        held = str(self.weight.dtype).removeprefix("torch.")
+        return "{} TritonBlockLinear {}x{} by {}x{}".format(held, *self.weight.shape, *self.scale.shape)
 
 
 @triton.jit
@@ -210,7 +211,7 @@ def _multiply_codes(
 
 @kept
 @triton.jit(do_not_specialize=["rows"])
-def _multiply_fp8(
+def _multiply_blocks(
     x_ptr: tl.tensor,  # [rows, ins], rows strided
     weight_ptr: tl.tensor,  # [outs, ins]
     scale_ptr: tl.tensor,  # [outs / BLOCK_OUTS, groups]
@@ -239,7 +240,8 @@ def _multiply_fp8(
     for start in range(0, ins, INS):
         at = start + step
         there = has_out & (at[:, None] < ins)
-        weight = tl.load(weight_row + at[:, None], mask=there, other=0.0).to(tl.float32)
+        weight = tl.load(weight_row + at[:, None], mask=there)  # there is no zero that int8 and e4m3 share
+        weight = tl.where(there, weight.to(tl.float32), 0.0)
         scale = of_groups(scale_row, start, at, has_out, there, BLOCK_INS, INS)
         x = tl.load(x_row + at[None, :], mask=has_row & (at[None, :] < ins), other=0.0)
         total = tl.dot(x, (weight * scale).to(x.dtype), total, input_precision="ieee")

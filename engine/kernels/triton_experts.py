@@ -28,8 +28,8 @@ FEW = 16  # rows of an expert up to which its weight is read for one tile of the
 class TritonGroupedProduct(GroupedProduct):
     """Weights of experts, alike in shape and dtype, in one tensor, [experts, out, in]; the layers keep views of it.
 
-    They may be plain; in int8 or e4m3, with a scale for each output or, e4m3 alone, each block; or in four bits (see
-    `FourBits`). They are widened on the way to the matrix units: rows stay as they are.
+    They may be plain; in int8 or e4m3, with a scale for each output or each block; or in four bits (see `FourBits`).
+    They are widened on the way to the matrix units: rows stay as they are.
     """
 
     def __init__(self, layers: Sequence[ParallelLinear]) -> None:

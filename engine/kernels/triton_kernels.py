@@ -20,7 +20,7 @@ from typing_extensions import override
 from engine.kernels import triton_recurrent
 from engine.kernels.base import FourBits, GroupedProduct, TorchKernels
 from engine.kernels.recurrent import StateRows
-from engine.kernels.triton_coded import TritonFourBitLinear, TritonFp8Linear
+from engine.kernels.triton_coded import TritonBlockLinear, TritonFourBitLinear
 from engine.kernels.triton_experts import TritonGroupedProduct
 from engine.kernels.triton_launch import ceil_div, kept, next_power_of_2
 from engine.kernels.triton_linear import TritonInt8Linear, quantise_rows_in_one_pass
@@ -49,8 +49,8 @@ class TritonKernels(TorchKernels):
         return TritonFourBitLinear(weight) if TritonFourBitLinear.supports(weight) else None
 
     @override
-    def fp8_linear(self, weight: Tensor, scale: Tensor) -> LinearMethod | None:
-        return TritonFp8Linear(weight, scale) if TritonFp8Linear.supports(weight) else None
+    def block_linear(self, weight: Tensor, scale: Tensor) -> LinearMethod | None:
+        return TritonBlockLinear(weight, scale) if TritonBlockLinear.supports(weight) else None
 
     @override
     def grouped_product(self, layers: Sequence[ParallelLinear]) -> GroupedProduct | None:

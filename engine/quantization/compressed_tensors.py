@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import CheckpointError
-from engine.quantization.spec import FIELD, QuantizationSpec, group_in, names_in, refuse
+from engine.quantization.spec import FIELD, QuantizationSpec, by_group, group_in, names_in, refuse
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ FORMATS: Mapping[tuple[str, int], tuple[str, ...]] = {
 }
 STRATEGIES: Mapping[tuple[str, int], tuple[str, ...]] = {
     ("float", 8): ("channel", "tensor", "block"),
-    ("int", 8): ("channel", "tensor"),
+    ("int", 8): ("channel", "tensor", "group"),
     ("int", 4): ("group", "channel"),
     ("float", 4): ("tensor_group", "group"),
 }
@@ -69,7 +69,8 @@ def _group(group: Any, layout: Any, ignore: tuple[str, ...]) -> QuantizationSpec
         plain = not group.get("input_activations")
         return replace(spec, weights="fp8", plain_activations=plain, block=_block(weights))
     if kind == ("int", 8):
-        return replace(spec, weights="int8", packed=layout == "pack-quantized")
+        block = by_group(group_in(weights.get("group_size")))
+        return replace(spec, weights="int8", packed=layout == "pack-quantized", block=block)
     if kind == ("float", 4):
         name = layout.removesuffix("-pack-quantized")
         if weights.get("group_size") != GROUPS[name]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.errors import CheckpointError
 from engine.quantization.compressed_tensors import STATIC, read_compressed_tensors
-from engine.quantization.spec import FIELD, QuantizationSpec, group_in, names_in, refuse
+from engine.quantization.spec import FIELD, GPTQ_LAYOUTS, QuantizationSpec, by_group, group_in, names_in, refuse
 
 logger = logging.getLogger(__name__)
 
@@ -20,8 +20,8 @@ PLAIN_BITS = 16
 IN_EXPRESSIONS = frozenset("*+?^$()[]{}|\\")
 # Of GPTQModel, of AutoRound's releases, and of compressed-tensors: Hadamard products of what goes into some layers.
 ROTATIONS = ("rotation", "rotation_config", "hadamard_config", "transform_config")
-GPTQ_LAYOUTS = ("gptq", "gptq_v2")
-SKIP = "-:"  # GPTQModel's `dynamic`: modules that this and a regular expression names are not quantised
+# Before expressions in GPTQModel's `dynamic`: of modules that are plain, and, if it is there, of ones unlike others.
+SKIP, OTHERWISE = "-:", "+:"
 
 
 def read_quantization(values: Mapping[str, Any]) -> QuantizationSpec | None:
@@ -92,9 +92,29 @@ def _fp8(found: Mapping[str, Any]) -> QuantizationSpec:
 
 
 def _gptq(found: Mapping[str, Any]) -> QuantizationSpec:
-    """The layouts of AutoGPTQ and GPTQModel: `checkpoint_format` gptq, whose zeros are one less, and gptq_v2."""
-    if found.get("bits") != 4:
-        refuse(f".bits = {found.get('bits')!r} of GPTQ")
+    """The layouts of AutoGPTQ and GPTQModel, whose `dynamic` names layers unlike all others."""
+    for field in ("modules_in_block_to_quantize", "modules_to_not_convert"):
+        if found.get(field):
+            refuse(f".{field} of GPTQ")
+    overrides = found.get("dynamic") or {}
+    if not isinstance(overrides, Mapping) or not all(isinstance(values, Mapping) for values in overrides.values()):
+        raise CheckpointError(f"{FIELD}.dynamic must map expressions to what they override, not {overrides!r}")
+    skipped = [f"re:{name.removeprefix(SKIP)}" for name in overrides if name.startswith(SKIP)]
+    ignore = names_in({"dynamic": skipped}, "dynamic")
+    # Qwen's files name modules that are like all others: they override nothing.
+    unlike = {name: values for name, values in overrides.items() if values and not name.startswith(SKIP)}
+    others = []
+    for name, values in unlike.items():
+        targets = names_in({"dynamic": [f"re:{name.removeprefix(OTHERWISE)}"]}, "dynamic")
+        others.append(replace(_gptq_layers({**found, **values}), targets=targets))
+    return replace(_gptq_layers(found), ignore=ignore, others=tuple(others))
+
+
+def _gptq_layers(found: Mapping[str, Any]) -> QuantizationSpec:
+    """Layers in `checkpoint_format` gptq, whose zeros are one less, or gptq_v2."""
+    bits = found.get("bits")
+    if isinstance(bits, bool) or bits not in (4, 8):
+        refuse(f".bits = {bits!r} of GPTQ")
     # Versions of GPTQModel write one of these, or both.
     said = {field: found[field] for field in ("checkpoint_format", "format") if found.get(field)}
     layout = next(iter(said.values()), "gptq")
@@ -104,21 +124,15 @@ def _gptq(found: Mapping[str, Any]) -> QuantizationSpec:
         refuse(f".checkpoint_format = {'marlin' if found.get('is_marlin_format') else layout!r}")
     if found.get("pack_dtype", "int32") != "int32":
         refuse(f".pack_dtype = {found['pack_dtype']!r} of GPTQ")
-    for field in ("modules_in_block_to_quantize", "modules_to_not_convert"):
-        if found.get(field):
-            refuse(f".{field} of GPTQ")
-    overrides = found.get("dynamic") or {}
-    if not isinstance(overrides, Mapping):
-        raise CheckpointError(f"{FIELD}.dynamic must be an object, not {overrides!r}")
-    # Qwen's files name modules that are like all others: they override nothing.
-    other = [name for name, values in overrides.items() if values and not name.startswith(SKIP)]
-    if other:
-        refuse(f".dynamic of {', '.join(other)}: GPTQ with other bits or groups in some layers")
-    skipped = [f"re:{name.removeprefix(SKIP)}" for name in overrides if name.startswith(SKIP)]
-    ignore = names_in({"dynamic": skipped}, "dynamic")
     group = group_in(found.get("group_size"))
     reordered = bool(found.get("desc_act")) and group > 0  # one group has no order
-    return QuantizationSpec("gptq", "int4", ignore=ignore, layout=layout, group=group, reordered=reordered)
+    if bits == 4:
+        return QuantizationSpec("gptq", "int4", layout=layout, group=group, reordered=reordered)
+    if reordered:
+        refuse(".desc_act = true of GPTQ in 8 bits by groups")
+    if found.get("sym") is False:
+        refuse(".sym = false of GPTQ in 8 bits")
+    return QuantizationSpec("gptq", "int8", layout=layout, block=by_group(group))
 
 
 def _awq(found: Mapping[str, Any]) -> QuantizationSpec:
@@ -138,7 +152,7 @@ def _awq(found: Mapping[str, Any]) -> QuantizationSpec:
 
 
 def _auto_round(found: Mapping[str, Any]) -> QuantizationSpec:
-    """AutoRound in four bits, which lie as those of GPTQ or AWQ; `extra_config` names layers unlike all others."""
+    """AutoRound, whose bits lie as those of GPTQ or AWQ; `extra_config` names layers unlike all others."""
     packing = found.get("packing_format")
     if not isinstance(packing, str) or packing not in PACKINGS:
         refuse(f".packing_format = {packing!r} of auto-round")
@@ -147,17 +161,21 @@ def _auto_round(found: Mapping[str, Any]) -> QuantizationSpec:
     extra = found.get("extra_config") or {}
     if not isinstance(extra, Mapping) or not all(isinstance(said, Mapping) for said in extra.values()):
         raise CheckpointError(f"{FIELD}.extra_config must map layers to what they have, not {extra!r}")
+    read = _gptq_layers if PACKINGS[packing] == "gptq" else _awq
+    usual = {field: found[field] for field in ("bits", "group_size", "sym") if field in found}
     plain: list[str] = []
+    named: dict[QuantizationSpec, list[str]] = {}
     for name, said in extra.items():
-        bits = said.get("bits", found.get("bits"))
-        if isinstance(bits, int) and bits >= PLAIN_BITS:
-            plain.append(f"re:.*(?:{name})" if IN_EXPRESSIONS & {*name} else name)
-        elif any(said.get(field, found.get(field)) != found.get(field) for field in ("bits", "group_size", "sym")):
-            refuse(f".extra_config of {name}: auto-round with other bits or groups in some layers")
-    method = PACKINGS[packing]
-    usual = {field: found.get(field) for field in ("bits", "group_size")}
-    spec = _gptq(usual) if method == "gptq" else _awq(usual)
-    return replace(spec, ignore=names_in({"extra_config": plain}, "extra_config"))
+        own = usual | {field: said[field] for field in ("bits", "group_size", "sym") if field in said}
+        entry = f"re:.*(?:{name})" if IN_EXPRESSIONS & {*name} else name
+        if isinstance(own.get("bits"), int) and own["bits"] >= PLAIN_BITS:
+            plain.append(entry)
+        elif own != usual:
+            named.setdefault(read(own), []).append(entry)
+    others = [
+        replace(spec, targets=names_in({"extra_config": names}, "extra_config")) for spec, names in named.items()
+    ]
+    return replace(read(usual), ignore=names_in({"extra_config": plain}, "extra_config"), others=tuple(others))
 
 
 def _modelopt(found: Mapping[str, Any]) -> QuantizationSpec:

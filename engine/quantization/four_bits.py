@@ -14,7 +14,7 @@ from engine.kernels.base import FourBits, Kernels
 from engine.quantization.awq import Awq
 from engine.quantization.gptq import Gptq
 from engine.quantization.layout import MIDDLE, Layout, dequantised, in_sixteen_bits
-from engine.quantization.method import Pack, QuantizedLinear, divided, scale_dtype, shared_by
+from engine.quantization.method import Pack, QuantizedLinear, divided, parts_of, scale_dtype, shared_by
 from engine.quantization.mxfp4 import Mxfp4
 from engine.quantization.nvfp4 import Nvfp4
 from engine.quantization.pack_quantized import PackQuantized
@@ -87,8 +87,7 @@ class FourBitLinear(QuantizedLinear):
         plain = layer.weight
         full = plain.full_shape()
         layout = self._layout = layout_of(self._spec, full[1])
-        parts = [plain.full_shape(piece.key)[0] for piece in plain.pieces] if plain.axis == 0 else [full[0]]
-        for outs in parts or [full[0]]:
+        for outs in parts_of(plain):
             if (reason := layout.why_not(outs, full[1])) is not None:
                 raise CheckpointError(f"{FIELD}: {name} cannot be stored so: {reason}")
         if layout.reordered and plain.axis == 1 and layer.group.size > 1:

@@ -1,4 +1,4 @@
-"""GPTQ (Frantar et al., arXiv 2210.17323) in four bits, as AutoGPTQ and GPTQModel write it.
+"""GPTQ (Frantar et al., arXiv 2210.17323) in four bits, as AutoGPTQ and GPTQModel write it; `eight_bits` has eight.
 
     qweight [in / 8, out] int32, eight inputs in each, the first in the lowest bits
     qzeros  [groups, out / 8] int32, eight outputs in each
@@ -27,6 +27,13 @@ from engine.quantization.layout import (
 from parallel.parameter import Recipe
 
 GROUPS_OF_INPUTS = (torch.int32, torch.int64)
+LESS_ONE = "gptq"  # the `checkpoint_format` whose zeros are one less
+
+
+def check_adjacent(g_idx: Tensor, group: int) -> None:
+    """Raise `ValueError` where groups of inputs are not side by side, and config.json says nothing of it."""
+    if not torch.equal(g_idx.long(), torch.arange(len(g_idx)) // group):
+        raise ValueError("g_idx has groups of inputs that are not adjacent, and config.json no desc_act")
 
 
 class Gptq(Layout):
@@ -47,8 +54,8 @@ class Gptq(Layout):
             codes = unpacked(read["qweight"], 0)
             if self.reordered:
                 codes = codes[in_order_of_groups(read["g_idx"], self.group)]
-            elif "g_idx" in read and not torch.equal(read["g_idx"].long(), torch.arange(ins) // self.group):
-                raise ValueError("g_idx has groups of inputs that are not adjacent, and config.json no desc_act")
+            elif "g_idx" in read:
+                check_adjacent(read["g_idx"], self.group)
             return halves(codes.t())
 
         return Recipe(tensors | groups, make) if self.reordered else Recipe(tensors, make, groups)

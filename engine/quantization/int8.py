@@ -7,9 +7,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from engine.kernels.base import Kernels, dequantised_product
+from engine.quantization.eight_bits import check_sizes, eight_bit_weight, gptq_scales
 from engine.quantization.method import ChannelLinear, Pack
 from engine.quantization.spec import QuantizationSpec
 from parallel.linear import LinearMethod, ParallelLinear
+from parallel.parameter import Recipe
 
 
 class Int8Linear(ChannelLinear):
@@ -23,8 +25,23 @@ class Int8Linear(ChannelLinear):
 
     def __init__(self, spec: QuantizationSpec) -> None:
         super().__init__(spec)
-        self._packed = spec.packed
+        self._spec, self._packed = spec, spec.packed
         self.stored_names = {"weight": "weight_packed"} if spec.packed else {}
+
+    @override
+    def create(self, layer: ParallelLinear, name: str) -> None:
+        """Raises `CheckpointError` for sizes that are not stored so."""
+        check_sizes(self._spec, name, layer.weight)
+        super().create(layer, name)
+
+    @override
+    def recipe(self, parameter: str, shape: tuple[int, ...]) -> Recipe | None:
+        if not self._spec.is_gptq or parameter not in ("weight", "weight_scale"):
+            return None
+        if parameter == "weight":
+            return eight_bit_weight(self._spec, *shape)
+        scales = gptq_scales(self._spec, shape[0], 1)
+        return Recipe(scales.tensors, lambda read: scales.make(read)[:, 0])
 
     @override
     def load(self, layer: ParallelLinear) -> None:

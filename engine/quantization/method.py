@@ -68,6 +68,12 @@ def divided(pieces: tuple[Piece, ...], by: int) -> tuple[Piece, ...]:
     )
 
 
+def parts_of(weight: ShardedParameter) -> list[int]:
+    """Return the outputs, over all ranks, of each part of a weight that a checkpoint holds apart."""
+    parts = [weight.full_shape(piece.key)[0] for piece in weight.pieces] if weight.axis == 0 else []
+    return parts or [weight.full_shape()[0]]
+
+
 def scale_dtype(weights: torch.dtype) -> torch.dtype:
     """Return what scales of weights in this dtype are rounded to: the same, as checkpoints keep them.
 

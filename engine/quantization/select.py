@@ -19,9 +19,11 @@ from engine.kernels.product_choice import ProductChoice
 from engine.layers.base import Names, checkpoint_names, is_stacked, is_transposed
 from engine.layers.embedding import ParallelLMHead
 from engine.layers.mla import HeadProducts
+from engine.quantization.block_linear import BlockLinear
+from engine.quantization.eight_bits import plain_eight_bits
 from engine.quantization.four_bits import FourBitLinear, plain_four_bits
 from engine.quantization.fp8 import LEAST_CAPABILITY, Fp8Linear
-from engine.quantization.fp8_weight import Fp8BlockLinear, Fp8WeightLinear, plain_eight_bits
+from engine.quantization.fp8_weight import Fp8WeightLinear
 from engine.quantization.int8 import Int8Linear
 from engine.quantization.made_int4 import MadeInt4Linear
 from engine.quantization.method import ChannelLinear, QuantizedLinear
@@ -152,7 +154,7 @@ def _method_of(spec: QuantizationSpec) -> LinearMethod:
     if spec.weights in FOUR_BITS:
         return FourBitLinear(spec) if spec.stored else MadeInt4Linear(spec)
     if spec.block is not None:
-        return Fp8BlockLinear(spec)
+        return BlockLinear(spec)
     if spec.weights == "fp8" and spec.plain_activations:
         return Fp8WeightLinear(spec)
     return METHODS[spec.weights](spec)

@@ -13,13 +13,14 @@ from engine.errors import CheckpointError
 
 FIELD = "config.json: quantization_config"
 SERVED = (
-    "served are compressed-tensors (int8 per channel, int4 by group, fp8 per tensor, channel and block, NVFP4, "
-    "MXFP4), fp8 with or without weight_block_size, GPTQ, AWQ and AutoRound in 4 bits, modelopt's FP8, NVFP4 and "
-    "mixtures of these, MXFP4 of gpt-oss. Or take the unquantised checkpoint with --quantization int8 or int4, or "
-    "fp8 on a GPU"
+    "served are compressed-tensors (int8 per channel and group, int4 by group, fp8 per tensor, channel and block, "
+    "NVFP4, MXFP4), fp8 with or without weight_block_size, GPTQ and AutoRound in 4 and 8 bits, AWQ in 4, modelopt's "
+    "FP8, NVFP4 and mixtures of these, MXFP4 of gpt-oss. Or take the unquantised checkpoint with --quantization "
+    "int8 or int4, or fp8 on a GPU"
 )
 LINEAR = "Linear"
 FOUR_BITS = ("int4", "nvfp4", "mxfp4")
+GPTQ_LAYOUTS = ("gptq", "gptq_v2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +30,13 @@ class QuantizationSpec:
     method: the name of `--quantization`. weights: "fp8" (e4m3), "int8", "int4", "nvfp4", "mxfp4". stored: in the
     checkpoint, else made as plain weights are loaded. ignore: modules that stay plain, by their names in the
     checkpoint, parts of these between dots, patterns with *, or "re:" and a regular expression.
-    packed: int8 alone: four in an int32 on disk, counted from -128.
+    packed: int8 alone: four in an int32 on disk, counted from -128, as compressed-tensors has them.
     plain_activations: fp8 alone: whether only the weights are multiplied in fp8, not the activations.
     layout: how four bits lie on disk: "pack-quantized", "gptq", "gptq_v2", "awq"; "nvfp4-pack-quantized", "modelopt";
-    "mxfp4-pack-quantized", or "blocks", experts of gpt-oss alone.
-    group: inputs that share a scale; 0 = all. block: outputs and inputs that share a scale of fp8; None = each output
-    has one, or all share it. scale_name: of scales on disk. zeros: whether compressed-tensors has zero points.
-    reordered: whether groups are of inputs in another order (GPTQ's desc_act).
+    "mxfp4-pack-quantized", or "blocks", experts of gpt-oss alone. int8 may lie as "gptq" or "gptq_v2", too.
+    group: inputs of four bits that share a scale; 0 = all. block: outputs and inputs of eight bits that do; None =
+    each output has one, or all share it. scale_name: of scales on disk. zeros: whether compressed-tensors has zero
+    points. reordered: whether groups are of inputs in another order (GPTQ's desc_act).
     targets: which layers, by name, "re:" and a regular expression, or "Linear" for all. others: specs of others.
     named: which layers, by name, or that of a module that they are part of.
     prefixes: of a text half: what names may begin with in a list, and what they do here.
@@ -67,6 +68,11 @@ class QuantizationSpec:
     def in_blocks(self) -> bool:
         """Whether the experts of a layer lie in one tensor, as in gpt-oss."""
         return self.layout == "blocks"
+
+    @property
+    def is_gptq(self) -> bool:
+        """Whether weights lie as GPTQ's."""
+        return self.layout in GPTQ_LAYOUTS
 
     @property
     def in_fp8(self) -> bool:
@@ -162,6 +168,11 @@ def group_in(value: Any, field: str = "group_size") -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value % 8:
         raise CheckpointError(f"{FIELD}.{field} must be a multiple of 8, such as 32, 64 or 128, or -1, not {value!r}")
     return value
+
+
+def by_group(group: int) -> tuple[int, int] | None:
+    """Return the block of eight bits by groups of inputs. group: 0 = all inputs: each output has one scale."""
+    return (1, group) if group else None
 
 
 def refuse(what: str) -> NoReturn:

@@ -90,14 +90,14 @@ def test_int8_products_are_those_of_the_weights_they_stand_for(shape, rows, dtyp
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 17, 64])
-@pytest.mark.parametrize("kind", ["int4", "mxfp4", "nvfp4", pytest.param("fp8", marks=needs_fp8)])
+@pytest.mark.parametrize("kind", ["int4", "mxfp4", "nvfp4", "int8", pytest.param("fp8", marks=needs_fp8)])
 def test_coded_products_are_those_of_the_weights_they_stand_for(kind, rows, dtype):
     from engine.kernels.base import FourBits
-    from engine.kernels.triton_coded import TritonFourBitLinear, TritonFp8Linear
+    from engine.kernels.triton_coded import TritonBlockLinear, TritonFourBitLinear
     from engine.quantization.layout import dequantised
 
     outs, ins, group = 1536, 4096, {"mxfp4": 32, "nvfp4": 16}.get(kind, 128)
-    if kind != "fp8":
+    if kind not in ("int8", "fp8"):
         codes = torch.randint(0, 256, (outs, ins // 2), device="cuda", dtype=torch.uint8)
         scale = some(outs, ins // group, dtype=torch.float32, seed=1) / 16
         zero = whole = None
@@ -111,10 +111,11 @@ def test_coded_products_are_those_of_the_weights_they_stand_for(kind, rows, dtyp
         weight = FourBits(codes, scale, zero, whole)
         method, plain = TritonFourBitLinear(weight), dequantised(weight, dtype)
     else:
-        weight = (some(outs, ins, seed=1) * 40).to(torch.float8_e4m3fn)
-        scale = some(outs // group, ins // group, dtype=torch.float32, seed=2) / 64
-        wide = scale.repeat_interleave(group, 0).repeat_interleave(group, 1)
-        method, plain = TritonFp8Linear(weight, scale), (weight.float() * wide).to(dtype)
+        weight = (some(outs, ins, seed=1) * 40).to(torch.int8 if kind == "int8" else torch.float8_e4m3fn)
+        rows_of_block = 1 if kind == "int8" else group
+        scale = some(outs // rows_of_block, ins // group, dtype=torch.float32, seed=2) / 64
+        wide = scale.repeat_interleave(rows_of_block, 0).repeat_interleave(group, 1)
+        method, plain = TritonBlockLinear(weight, scale), (weight.float() * wide).to(dtype)
     x, bias = some(rows, ins, dtype=dtype), some(outs, dtype=dtype, seed=3)
     exact = x.double() @ plain.double().t() + bias.double()
     assert float((method.apply(x, bias).double() - exact).norm() / exact.norm()) < 2**-8

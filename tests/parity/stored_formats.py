@@ -3,8 +3,8 @@
 Compared once with the formats' own libraries. Bit for bit with what they write: compressed-tensors 0.20.0
 (pack-quantized in four bits with and without zero points, float-quantized by channel, tensor and block,
 int-quantized), AutoGPTQ 0.7.1 (with and without desc_act) and AutoAWQ 0.2.7.post3. By what compressed-tensors
-makes of them: nvfp4-pack-quantized, mxfp4-pack-quantized. modelopt's NVFP4, GPTQ's v2 and `weight_g_idx` are from
-their descriptions alone.
+makes of them: nvfp4-pack-quantized, mxfp4-pack-quantized. modelopt's NVFP4, GPTQ's v2 and eight bits,
+pack-quantized in eight by groups, and `weight_g_idx` are from their descriptions alone.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 Maker = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]
 
 
-def words(rows: np.ndarray) -> Tensor:
-    """[n, 8 * m] numbers of 0 to 15 -> [n, m] int32, the first number in the lowest bits."""
-    found = np.zeros((rows.shape[0], rows.shape[1] // 8), np.uint32)
-    for place in range(8):
-        found |= rows[:, place::8].astype(np.uint32) << np.uint32(4 * place)
+def words(rows: np.ndarray, bits: int = 4) -> Tensor:
+    """[n, 32 / bits * m] numbers of so many bits -> [n, m] int32, the first number in the lowest bits."""
+    many = 32 // bits
+    found = np.zeros((rows.shape[0], rows.shape[1] // many), np.uint32)
+    for place in range(many):
+        found |= rows[:, place::many].astype(np.uint32) << np.uint32(bits * place)
     return torch.from_numpy(found.view(np.int32).copy())
 
 
@@ -77,6 +78,50 @@ def gptq(group: int, *, v2: bool = False, symmetric: bool = False, shuffled: boo
             "g_idx": groups.int(),
         }
         return stored, meaning(codes, scales, zeros, groups)
+
+    return make
+
+
+def eight_bits(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes [out, in] of 0 to 255, counted from 128, scales [out, groups] and what they stand for."""
+    parts = weight.unflatten(1, (-1, group if group > 0 else weight.shape[1]))
+    scale = (parts.abs().amax(2) / 127).half()
+    codes = ((parts / scale.float()[..., None]).round() + 128).clamp(0, 255)
+    return codes.flatten(1).long(), scale, ((codes - 128) * scale.float()[..., None]).flatten(1)
+
+
+def gptq8(group: int, *, v2: bool = False) -> Maker:
+    def make(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        codes, scales, meant = eight_bits(weight, group)
+        zeros = np.full((scales.shape[1], len(weight)), 128 if v2 else 127)
+        stored = {
+            "qweight": words(codes.numpy(), 8).t().contiguous(),
+            "qzeros": words(zeros, 8),
+            "scales": scales.t().contiguous(),
+            "g_idx": groups_of(weight.shape[1], group).int(),
+        }
+        return stored, meant
+
+    return make
+
+
+def pack_quantized8(group: int) -> Maker:
+    def make(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        codes, scales, meant = eight_bits(weight, group)
+        stored = {
+            "weight_packed": words(codes.numpy(), 8),
+            "weight_scale": scales,
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        return stored, meant
+
+    return make
+
+
+def int8_groups(group: int) -> Maker:
+    def make(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        codes, scales, meant = eight_bits(weight, group)
+        return {"weight": (codes - 128).to(torch.int8), "weight_scale": scales}, meant
 
     return make
 
@@ -193,6 +238,7 @@ FP8_TOKENS = INT8_TOKENS | {"type": "float"}
 BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "sym": False, "desc_act": False}
 GPTQ_16 = GPTQ | {"group_size": 16}
+GPTQ_8 = GPTQ | {"bits": 8, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True, "modules_to_not_convert": ["gate"]}
 MODELOPT = {"quant_method": "modelopt", "producer": {"name": "modelopt"}}
 
@@ -233,6 +279,11 @@ FORMATS: dict[str, tuple[Mapping[str, object], Maker]] = {
     ),
     "gptq": (GPTQ_16, gptq(16)),
     "gptq v2": (GPTQ | {"group_size": -1, "checkpoint_format": "gptq_v2"}, gptq(-1, v2=True)),
+    "gptq 8 bits": (GPTQ_8 | {"group_size": 16}, gptq8(16)),
+    "gptq v2 8 bits": (GPTQ_8 | {"group_size": -1, "checkpoint_format": "gptq_v2"}, gptq8(-1, v2=True)),
+    "int8 packed groups": (compressed("int", 8, "pack-quantized", "group", group_size=32), pack_quantized8(32)),
+    "int8 groups": (compressed("int", 8, "int-quantized", "group", group_size=8), int8_groups(8)),
+    "int8 packed": (compressed("int", 8, "pack-quantized", "channel"), pack_quantized8(-1)),
     "awq": (AWQ | {"group_size": 32}, awq(32)),
     "modelopt fp8": (
         MODELOPT | {"quant_algo": "FP8", "ignore": ["lm_head", "*.mlp.gate"]},

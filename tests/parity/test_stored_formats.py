@@ -13,7 +13,19 @@ from safetensors.torch import load_file, save_file
 from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup
 from tests.parity.stepping import Stepper
-from tests.parity.stored_formats import FORMATS, REORDERED, compressed, config, edit, made, oracle, store
+from tests.parity.stored_formats import (
+    FORMATS,
+    GPTQ_16,
+    REORDERED,
+    compressed,
+    config,
+    edit,
+    gptq,
+    gptq8,
+    made,
+    oracle,
+    store,
+)
 from tests.parity.tiny_models import check_against, oracle_logits, prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,7 +58,9 @@ def test_two_ranks_say_the_same(two_ranks, models, tmp_path, kind):
     check(model, gang(two_ranks, asked).generate)
 
 
-@pytest.mark.parametrize("kind", ["deepseek", "gptq v2", "int8", "fp8 tensor"])
+@pytest.mark.parametrize(
+    "kind", ["deepseek", "gptq v2", "gptq v2 8 bits", "int8 groups", "int8 packed", "fp8 tensor"]
+)
 def test_latent_attention_is_stored_quantised_too(models, tmp_path, kind):
     """The products of its heads, `kv_b_proj`, are made plain as they are loaded."""
     model, asked = made(models, tmp_path, "deepseek_v3", kind)
@@ -78,10 +92,42 @@ def test_layers_of_one_model_may_be_held_in_unlike_ways(models, tmp_path):
     check(oracle(tmp_path), Stepper(runner).generate)
     held = Counter(type(part.method).__name__ for part in runner.model.layers.modules() if hasattr(part, "method"))
     assert held["FourBitLinear"] + held["NativeFourBitLinear"] == 5
-    assert held["Fp8WeightLinear"] + held["NativeFp8Linear"] == 6
+    assert held["Fp8WeightLinear"] + held["NativeBlockLinear"] == 6
 
 
-@pytest.mark.parametrize("kind", ["int4", "deepseek", "modelopt nvfp4", "mistral", "int8"])
+@pytest.mark.parametrize("method", ["gptq", "auto-round"])
+def test_some_layers_may_have_more_bits_than_others(two_ranks, models, tmp_path, method):
+    """By an expression, or by name; and some are plain."""
+    four, eight = GPTQ_16 | {"sym": True}, {"bits": 8, "group_size": 32}
+    if method == "gptq":
+        unlike = {"+:.*self_attn.*": eight, r".*layers\.1\.mlp\.down_proj": eight, "-:.*layers.0.*down_proj": {}}
+        said = four | {"dynamic": unlike}
+    else:
+        named = {"model.layers.1.mlp.down_proj": eight, "model.layers.0.mlp.down_proj": {"bits": 16}}
+        said = {
+            "quant_method": method,
+            "packing_format": "auto_round:auto_gptq",
+            "bits": 4,
+            "group_size": 16,
+            "sym": True,
+        }
+        said |= {"extra_config": {".*self_attn.*": eight} | named}
+
+    def mixed(name, weight):
+        more = "self_attn" in name or "layers.1.mlp.down_proj" in name
+        return (gptq8(32) if more else gptq(16))(weight)
+
+    store(models("llama")[1], tmp_path, said, mixed, ("layers.0.mlp.down_proj",))
+    asked = config(tmp_path / "stored", dtype="float32")
+    runner = ModelRunner(asked, SoloGroup())
+    check(oracle(tmp_path), Stepper(runner).generate)
+    check(oracle(tmp_path), gang(two_ranks, replace(asked, tensor_parallel_size=2)).generate)
+    held = Counter(type(part.method).__name__ for part in runner.model.layers.modules() if hasattr(part, "method"))
+    assert held["BlockLinear"] + held["NativeBlockLinear"] == 7
+    assert held["FourBitLinear"] + held["NativeFourBitLinear"] == 4
+
+
+@pytest.mark.parametrize("kind", ["int4", "deepseek", "modelopt nvfp4", "mistral", "int8", "int8 packed groups"])
 def test_an_output_head_may_be_stored_quantised_too(two_ranks, models, tmp_path, kind):
     """It is made plain as it is loaded."""
     found, make = FORMATS[kind]
@@ -118,10 +164,10 @@ def test_modelopt_may_hold_each_layer_by_an_algorithm_of_its_own(models, tmp_pat
     runner = ModelRunner(config(tmp_path / "stored", dtype="float32"), SoloGroup())
     check(oracle(tmp_path), Stepper(runner).generate)
     held = Counter(type(part.method).__name__ for part in runner.model.layers.modules() if hasattr(part, "method"))
-    assert held["Fp8WeightLinear"] + held["NativeFp8Linear"] == 3
+    assert held["Fp8WeightLinear"] + held["NativeBlockLinear"] == 3
 
 
-@pytest.mark.parametrize("kind", ["gptq", "fp8 block", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("kind", ["gptq", "gptq 8 bits", "fp8 block", "nvfp4", "mxfp4"])
 def test_in_bfloat16_a_token_has_the_same_logits_alone_and_in_company(models, tmp_path, kind):
     model, asked = made(models, tmp_path, "qwen3_moe", kind)
     runner = ModelRunner(replace(asked, dtype="bfloat16"), SoloGroup())

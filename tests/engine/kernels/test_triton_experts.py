@@ -25,8 +25,8 @@ from tests.interpreter import exact_halves
 from tests.long import examples
 from tests.triton_compiler import compiled
 
-KINDS = ["fp32", "bf16", "int8", "fp8", "int4", "mxfp4", "nvfp4", "blocks"]
-HELD = [torch.float32, torch.bfloat16, torch.float16]  # scales of int4
+KINDS = ["fp32", "bf16", "int8", "fp8", "int4", "mxfp4", "nvfp4", "blocks", "groups"]
+HELD = [torch.float32, torch.bfloat16, torch.float16]  # scales of whole numbers
 
 
 @pytest.fixture(autouse=True)
@@ -36,14 +36,18 @@ def exact():
 
 
 def coded(layer, kind, random, dtype):
-    """Give a layer codes, or blocks of fp8, by groups of its inputs, and return what they stand for."""
+    """Give a layer codes, or eight bits, by groups of its inputs, and return what they stand for."""
     outs, ins = layer.weight.shape
-    group = ins if kind == "blocks" and ins % 8 else 8
+    group = ins if ins % 8 else 8
     scale = torch.rand(outs // (2 if kind == "blocks" else 1), ins // group, generator=random)
     zero = whole = None
     if kind == "blocks":
         weight = torch.randn(outs, ins, generator=random).to(torch.float8_e4m3fn)
         plain = weight.float() * scale.repeat_interleave(2, 0).repeat_interleave(group, 1)
+    elif kind == "groups":
+        weight = torch.randint(-128, 128, (outs, ins), generator=random).to(torch.int8)
+        scale = (scale / 64).to(HELD[int(torch.randint(len(HELD), (), generator=random))])
+        plain = weight.float() * scale.float().repeat_interleave(group, 1)
     else:
         weight = torch.randint(0, 256, (outs, ins // 2), generator=random).to(torch.uint8)
         scale = torch.randint(118, 126, scale.shape, generator=random).byte() if kind == "mxfp4" else scale / 8
@@ -77,7 +81,7 @@ def linears(count, ins, outs, kind, bias, seed=0):
             layer.weight = torch.nn.Parameter(method.quantised(weight, scale), requires_grad=False)
             layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
             weight = layer.weight.float().to(dtype).double() * scale[:, None]
-        elif kind in ("int4", "mxfp4", "nvfp4", "blocks"):
+        elif kind in ("int4", "mxfp4", "nvfp4", "blocks", "groups"):
             weight = coded(layer, kind, random, dtype)
         layers.append(layer)
         weights.append(weight.double())
@@ -178,6 +182,7 @@ def test_the_kernel_compiles_for_gpus_and_fits_them():
         "mxfp4",
         "nvfp4",
         "blocks",
+        "int8 groups",
     }
     for one in launches:
         assert one["shared"] <= 99 << 10, one

@@ -123,12 +123,14 @@ def test_few_rows_with_weights_of_four_bits(dtype, rows, outs, ins, group, kind)
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("outs", "ins", "block"), [(16, 128, (16, 128)), (36, 144, (12, 16)), (5, 24, (1, 24))])
+@pytest.mark.parametrize("held", [torch.float8_e4m3fn, torch.int8], ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 17])
-def test_few_rows_with_weights_in_fp8(dtype, rows, outs, ins, block):
-    weight = (some(outs, ins, seed=1) * 40).to(torch.float8_e4m3fn)
+def test_few_rows_with_weights_in_eight_bits(dtype, rows, held, outs, ins, block):
+    weight = (some(outs, ins, seed=1) * 40).to(held)
     scale = some(outs // block[0], ins // block[1], seed=2) / 64
+    scale = scale.bfloat16() if held is torch.int8 else scale
     x, bias = some(rows, ins, dtype=dtype), some(outs, dtype=dtype, seed=3)
-    method = TritonKernels().fp8_linear(weight, scale)
+    method = TritonKernels().block_linear(weight, scale)
     plain = (weight.float() * scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)).to(dtype).double()
     check(method, x, bias, plain)
 
@@ -159,6 +161,7 @@ def test_coded_products_compile_for_gpus_and_fit_them():
         "nvfp4",
         "fp8",
         "fp8 blocks",
+        "int8 groups",
         "fp32",
     }
     for one in launches:

@@ -3,7 +3,7 @@
 import torch
 
 from engine.kernels.base import E4M3, FourBits
-from engine.kernels.triton_coded import TritonFourBitLinear, TritonFp8Linear
+from engine.kernels.triton_coded import TritonBlockLinear, TritonFourBitLinear
 from tests.triton_compiler import instead_of_launching, show
 
 OUTS, INS = 4096, 12288  # of Qwen3-8B: the way back of an MLP
@@ -19,8 +19,8 @@ def four_bits(group: int, floats: bool = False) -> TritonFourBitLinear:
     return TritonFourBitLinear(FourBits(torch.zeros(OUTS, INS // 2, dtype=torch.uint8), scale, zero, whole))
 
 
-def fp8(*blocks: int) -> TritonFp8Linear:
-    return TritonFp8Linear(torch.zeros(OUTS, INS).to(torch.float8_e4m3fn), torch.ones(*blocks))
+def eight_bits(dtype: torch.dtype, *blocks: int) -> TritonBlockLinear:
+    return TritonBlockLinear(torch.zeros(OUTS, INS).to(dtype), torch.ones(*blocks))
 
 
 CASES = {
@@ -28,8 +28,9 @@ CASES = {
     "int4 channel": (four_bits(INS), torch.float16),
     "mxfp4": (four_bits(32, floats=True), torch.bfloat16),
     "nvfp4": (four_bits(16, floats=True), torch.bfloat16),
-    "fp8": (fp8(OUTS, 1), torch.bfloat16),
-    "fp8 blocks": (fp8(OUTS // 128, INS // 128), torch.bfloat16),
+    "fp8": (eight_bits(E4M3, OUTS, 1), torch.bfloat16),
+    "fp8 blocks": (eight_bits(E4M3, OUTS // 128, INS // 128), torch.bfloat16),
+    "int8 groups": (eight_bits(torch.int8, OUTS, INS // 128), torch.bfloat16),
     "fp32": (four_bits(64), torch.float32),
 }
 

@@ -15,6 +15,7 @@ CASES = [
     ("int8", torch.int8, torch.bfloat16, (2048, 1536)),
     ("fp8", torch.float8_e4m3fn, torch.bfloat16, (2048, 1536)),
     ("blocks", torch.float8_e4m3fn, torch.bfloat16, (2048, 1536)),
+    ("int8 groups", torch.int8, torch.bfloat16, (2048, 1536)),
     ("int4", torch.uint8, torch.bfloat16, (2048, 1536)),
     ("mxfp4", torch.uint8, torch.bfloat16, (2880, 5760)),  # of gpt-oss
     ("nvfp4", torch.uint8, torch.bfloat16, (2048, 1536)),
@@ -28,7 +29,7 @@ def launch(case, stored, dtype, sizes):
         layer = ReplicatedLinear(ins, outs, False, SoloGroup(), dtype)
         width = ins // 2 if stored is torch.uint8 else ins
         shape = {"blocks": (outs // 128, ins // 128), "int4": (outs, ins // 128), "mxfp4": (outs, ins // 32)}
-        shape["nvfp4"] = (outs, ins // 16)
+        shape |= {"nvfp4": (outs, ins // 16), "int8 groups": (outs, ins // 128)}
         layer.weight = torch.nn.Parameter(torch.zeros(outs, width).to(stored), requires_grad=False)
         layer.weight_scale = torch.nn.Parameter(torch.ones(shape.get(case, (outs,))), requires_grad=False)
         if case == "int4":

@@ -12,15 +12,16 @@ from engine.errors import CheckpointError, ConfigError
 from engine.kernels import compiler
 from engine.kernels.base import FourBits, GroupedProduct, Kernels, TorchKernels
 from engine.kernels.native import native_library
-from engine.kernels.native_linear import NativeFourBitLinear, NativeFp8Linear, NativeLinear
+from engine.kernels.native_linear import NativeBlockLinear, NativeFourBitLinear, NativeLinear
 from engine.kernels.select import select_kernels
 from engine.layers.base import Build
 from engine.layers.mlp import Gate
 from engine.layers.moe import Experts
 from engine.models.blueprint import BlueprintGroup
 from engine.quantization import widened
+from engine.quantization.block_linear import BlockLinear
 from engine.quantization.four_bits import FourBitLinear, TorchInt4Linear
-from engine.quantization.fp8_weight import Fp8BlockLinear, Fp8WeightLinear
+from engine.quantization.fp8_weight import Fp8WeightLinear
 from engine.quantization.layout import dequantised
 from engine.quantization.method import QuantizedLinear
 from engine.quantization.select import choose_products
@@ -36,6 +37,7 @@ NVFP4 = QuantizationSpec("modelopt", "nvfp4", layout="modelopt", group=16)
 MXFP4 = QuantizationSpec("compressed-tensors", "mxfp4", layout="mxfp4-pack-quantized", group=32)
 FP8 = QuantizationSpec("compressed-tensors", "fp8", plain_activations=True)
 BLOCKS = QuantizationSpec("fp8", "fp8", block=(48, 32), scale_name="weight_scale_inv")
+INT8 = QuantizationSpec("gptq", "int8", layout="gptq", block=(1, 32))
 OUTS, INS = 192, 320  # 144 and 48 outputs: blocks of 48, while 64 outputs are made plain at a time
 ROWS = (1, 2, 7, 33, 64, 129)
 
@@ -47,7 +49,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 def method_of(spec: QuantizationSpec) -> QuantizedLinear:
     if spec.weights in FOUR_BITS:
         return FourBitLinear(spec)
-    return Fp8BlockLinear(spec) if spec.block else Fp8WeightLinear(spec)
+    return BlockLinear(spec) if spec.block else Fp8WeightLinear(spec)
 
 
 def filled(spec: QuantizationSpec, dtype: torch.dtype = torch.float32) -> tuple[MergedColumnParallelLinear, Tensor]:
@@ -63,6 +65,8 @@ def filled(spec: QuantizationSpec, dtype: torch.dtype = torch.float32) -> tuple[
             made = torch.randint(126, 129, parameter.shape, generator=generator).to(torch.uint8)  # exponents
         elif parameter.dtype is torch.uint8:
             made = torch.randint(0, 256, parameter.shape, generator=generator).to(torch.uint8)
+        elif parameter.dtype is torch.int8:
+            made = torch.randint(-128, 128, parameter.shape, generator=generator).to(torch.int8)
         elif parameter.dtype is torch.float8_e4m3fn:
             made = torch.randn(parameter.shape, generator=generator).mul(40).to(parameter.dtype)
         else:
@@ -83,9 +87,17 @@ def kernels_of(name: str, dtype: torch.dtype) -> Kernels:
     return TorchKernels() if name == "torch" else select_kernels(64, dtype, torch.device("cpu"))
 
 
-SPECS = {"32": INT4, "16": replace(INT4, group=16), "mxfp4": MXFP4, "nvfp4": NVFP4, "fp8": FP8, "blocks": BLOCKS}
+SPECS = {
+    "32": INT4,
+    "16": replace(INT4, group=16),
+    "mxfp4": MXFP4,
+    "nvfp4": NVFP4,
+    "fp8": FP8,
+    "blocks": BLOCKS,
+    "int8": INT8,
+}
 CASES = [(kind, "native", dtype) for kind in SPECS for dtype in (torch.float32, torch.bfloat16)]
-CASES += [(kind, "torch", torch.float32) for kind in ("blocks", "mxfp4")]
+CASES += [(kind, "torch", torch.float32) for kind in ("blocks", "mxfp4", "int8")]
 
 
 @pytest.mark.parametrize(("kind", "kernels", "dtype"), CASES)
@@ -176,28 +188,29 @@ def test_four_bits_multiply_as_the_weights_that_they_stand_for(monkeypatch, isa,
 
 @pytest.mark.parametrize("isa", [compiler.NATIVE, *compiler.isas()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8"])
 @pytest.mark.parametrize(("outs", "ins", "group"), [(96, 64, 64), (200, 384, 96), (70, 608, 608), (64, 64, 32)])
-def test_fp8_multiplies_as_the_weights_that_it_stands_for(monkeypatch, isa, dtype, outs, ins, group):
+def test_eight_bits_multiply_as_the_weights_that_they_stand_for(monkeypatch, isa, dtype, outs, ins, group, kind):
     """With all that this CPU can be taken for: bit for bit, or more exactly where the sums of groups are scaled.
 
-    Every number of e4m3 is among the weights.
+    Every number of the kind is among the weights.
     """
     monkeypatch.setenv(compiler.ISA_VARIABLE, isa)
     library, single = native_library(64, dtype), native_library(64, torch.float32)
     if library is None or single is None:
         pytest.skip("there is no compiler")
-    numbers = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8)
+    numbers = torch.tensor([code for code in range(256) if kind == "int8" or code & 127 != 127], dtype=torch.uint8)
     generator = torch.Generator().manual_seed(0)
     codes = numbers[torch.randint(0, len(numbers), (outs * ins,), generator=generator)]
     codes[: len(numbers)] = numbers
-    weight = codes.view(outs, ins).view(torch.float8_e4m3fn)
+    weight = codes.view(outs, ins).view(getattr(torch, kind))
     scale, held = torch.rand(outs, ins // group, generator=generator), "float32"
     if group == 96:
         scale, held = scale.bfloat16().float(), "bfloat16"
     elif group == 32:
         scale, held = torch.exp2(torch.randint(-9, 3, scale.shape, generator=generator).float()), "uint8"
-    assert NativeFp8Linear.supports(library, weight, scale)
-    method = NativeFp8Linear(library, weight, scale, dtype, threads=2)
+    assert NativeBlockLinear.supports(weight, scale)
+    method = NativeBlockLinear(library, weight, scale, dtype, threads=2)
     assert method.describe().endswith(f", scales in {held}")
     whole = weight.double() * scale.double().repeat_interleave(group, 1)
     widens = dtype is torch.bfloat16 and library.packing_depth() == 1
@@ -214,8 +227,10 @@ def test_fp8_multiplies_as_the_weights_that_it_stands_for(monkeypatch, isa, dtyp
             assert_rounded_once(got, x[:rows], whole, bias)
         else:
             assert torch.equal(got, plain.apply(x[:rows].to(as_plain), bias.to(as_plain)).to(dtype))
+    of_output = ins + ins // group * getattr(torch, held).itemsize
+    assert sum(tensor.nbytes for tensor in method.tensors()) == -(-outs // 64) * 64 * of_output
     codes[7] = 127
-    assert not NativeFp8Linear.supports(library, weight, scale)
+    assert NativeBlockLinear.supports(weight, scale) == (kind == "int8")
 
 
 def test_torchs_product_takes_the_place_of_codes_and_holds_no_more_than_they_did() -> None:
@@ -283,7 +298,7 @@ def test_a_weight_is_made_plain_without_a_copy_from_the_host(monkeypatch) -> Non
 REORDERED = replace(INT4, reordered=True)
 
 
-@pytest.mark.parametrize("spec", [INT4, MXFP4, BLOCKS, REORDERED, None])
+@pytest.mark.parametrize("spec", [INT4, MXFP4, BLOCKS, INT8, REORDERED, None])
 def test_experts_are_multiplied_at_once_only_by_what_says_all_of_their_weights(spec) -> None:
     experts = Experts(2, 64, [32, 32], 32, Gate("silu"), Build(GROUP, torch.float32, 8))
     for layer in [*experts.up.values(), *experts.down.values()] if spec else []:
@@ -322,11 +337,11 @@ def test_what_is_made_plain_for_each_product_is_told(caplog) -> None:
 
 
 def test_what_rounds_otherwise_is_described_otherwise() -> None:
-    found = [filled(spec)[0].method.describe() for spec in (INT4, replace(INT4, group=16), MXFP4, FP8, BLOCKS)]
+    found = [filled(spec)[0].method.describe() for spec in (INT4, replace(INT4, group=16), MXFP4, FP8, BLOCKS, INT8)]
     found += [filled(INT4, torch.bfloat16)[0].method.describe()]
     layer, _ = filled(INT4, torch.bfloat16)
     choose_products(layer, TorchKernels())
-    assert len(set(found)) == 5
+    assert len(set(found)) == 6
     library = native_library(64, torch.bfloat16)
     kinds = 1 if library is None or library.packing_depth() == 1 else 2  # of how many inputs are taken at a time
     assert library is None or len(set(native_descriptions())) == 4 * kinds
