@@ -56,25 +56,23 @@ def test_half_a_surrogate_pair_is_refused_with_its_place_and_field(tokenizer):
 def test_a_long_text_leaves_the_interpreter_to_other_threads(tokenizer):
     text = "hello world, this is a text. " * 20_000
     encoding = threading.Event()
-    gaps = []
+    turns = 0
 
     def watch():
-        last = time.perf_counter()
+        nonlocal turns
         while encoding.is_set():
+            turns += 1
             time.sleep(0.001)
-            now = time.perf_counter()
-            gaps.append(now - last)
-            last = now
 
     encoding.set()
     watcher = threading.Thread(target=watch)
     watcher.start()
-    began = time.perf_counter()
+    before = turns
     tokenizer.encode(text)
-    took = time.perf_counter() - began
+    had = turns - before
     encoding.clear()
     watcher.join()
-    assert max(gaps) < took / 2
+    assert had > 2, "the other thread had a turn before and after it at most"
 
 
 def test_many_threads_can_share_one_tokenizer(tokenizer):
