@@ -23,7 +23,7 @@ from engine.device.machine import cores
 from tests.bench.peers.engines import ENGINES, for_vllm, variables
 from tests.bench.peers.environments import RAY, VLLM, last_lines, missing, python_of
 from tests.bench.ray_llm import Asked, descendants, served_by_ray_llm
-from tests.e2e.command import Command
+from tests.e2e.command import Command, wait_gone
 from tests.e2e.harness import free_port
 
 START = 600.0  # seconds until a server serves
@@ -174,6 +174,7 @@ def _process(command: list[str], environment: dict[str, str], port: int) -> Iter
                 kill_all(started)
                 process.kill()
                 process.wait()
+                wait_gone(started)  # what still ends takes time from the next server
 
 
 def _until_healthy(process: subprocess.Popen, port: int) -> str | None:
