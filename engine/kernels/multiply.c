@@ -15,7 +15,7 @@
 #include "panels.h"
 
 #define FEW (2 * MAX_ROWS) /* rows up to which widening again in each pass costs less than a strip does */
-#define READ_AGAIN (REGISTERS == 32 ? FEW : 5) /* the same for codes of four bits that are not scaled by groups */
+#define READ_AGAIN (REGISTERS == 32 ? FEW : 5) /* the same for codes that are not scaled by groups */
 #define WIDE_STRIP 128     /* steps of a strip that is made plain: it stays in the nearest caches */
 
 /* A weight as it is packed. */
@@ -219,7 +219,7 @@ static NOINLINE void multiply_widened(int tiled, int kind, Band band, const Code
 }
 
 #if !BY_GROUP
-/* As multiply_panel, for a panel in four bits that is read again for each pass of rows. */
+/* As multiply_panel, for a panel of codes that is read again for each pass of rows. */
 INLINE void multiply_read(const int kind, Band band, const Codes *panel, const elem *bias, long outs, long wide) {
     ALIGNED float sums[(BAND + TILE_ROWS) * WIDE], room[WIDENS ? MAX_ROWS * STRIP : 1];
     int size;
@@ -230,7 +230,10 @@ INLINE void multiply_read(const int kind, Band band, const Codes *panel, const e
             long apart = band.stride;
             BY_ROWS(band.rows - r, size, {
                 const input *from = rows_as_input(ROWS, x + r * band.stride, &apart, steps, room);
-                multiply_rows4(ROWS, kind, from, apart, panel, start, steps, sums + r * WIDE);
+                if (kind == EIGHT_FLOATS || kind == EIGHT_WHOLE)
+                    multiply_rows8(ROWS, kind, from, apart, panel, start, steps, sums + r * WIDE);
+                else
+                    multiply_rows4(ROWS, kind, from, apart, panel, start, steps, sums + r * WIDE);
             })
         }
     }
@@ -305,7 +308,10 @@ INLINE void multiply_eights(const int kind, int tiled, Band band, const Codes *e
     else
         (few ? look_up_bytes : keep_bytes)(band, eights, bias, outs, wide);
 #else
-    multiply_widened(0, kind, band, eights, bias, outs, wide);
+    if (band.rows <= (kind == EIGHT_FLOATS && READ_AGAIN > MAX_ROWS ? MAX_ROWS : READ_AGAIN)) /* e4m3 costs more to read */
+        multiply_read(kind, band, eights, bias, outs, wide);
+    else
+        multiply_widened(0, kind, band, eights, bias, outs, wide);
 #endif
 }
 
