@@ -231,7 +231,7 @@ INLINE void multiply_read(const int kind, Band band, const Codes *panel, const e
             BY_ROWS(band.rows - r, size, {
                 const input *from = rows_as_input(ROWS, x + r * band.stride, &apart, steps, room);
                 if (kind == EIGHT_FLOATS || kind == EIGHT_WHOLE)
-                    multiply_rows8(ROWS, kind, from, apart, panel, start, steps, sums + r * WIDE);
+                    multiply_rows8(ROWS, kind, from, apart, panel, start, steps, 0, sums + r * WIDE);
                 else
                     multiply_rows4(ROWS, kind, from, apart, panel, start, steps, sums + r * WIDE);
             })
@@ -239,6 +239,36 @@ INLINE void multiply_read(const int kind, Band band, const Codes *panel, const e
     }
     finish(sums, panel->of_outputs, bias, band.out, band.rows, outs, wide);
 }
+
+/* The same for eight bits, of which the first pass of rows keeps what it has read for the others, a strip at a time. */
+INLINE void multiply_kept(const int kind, Band band, const Codes *panel, const elem *bias, long outs, long wide) {
+    ALIGNED float sums[(BAND + TILE_ROWS) * WIDE], room[WIDENS ? MAX_ROWS * WIDE_STRIP : 1];
+    ALIGNED made kept[WIDE_STRIP * STEP];
+    int size;
+    for (long start = 0; start < panel->steps; start += WIDE_STRIP) {
+        const long steps = panel->steps - start < WIDE_STRIP ? panel->steps - start : WIDE_STRIP;
+        const elem *x = band.x + start * DEPTH;
+        for (long r = 0; r < band.rows; r += size) {
+            long apart = band.stride;
+            float *to = sums + r * WIDE;
+            BY_ROWS(band.rows - r, size, {
+                const input *from = rows_as_input(ROWS, x + r * band.stride, &apart, steps, room);
+                if (r)
+                    multiply_rows(ROWS, MADE, from, apart, kept, 0, steps, start == 0, to, 0, 0);
+                else
+                    multiply_rows8(ROWS, kind, from, apart, panel, start, steps, kept, to);
+            })
+        }
+    }
+    finish(sums, panel->of_outputs, bias, band.out, band.rows, outs, wide);
+}
+
+#define KEPT_EIGHTS(name, kind)                                                                                     \
+    static NOINLINE void name(Band band, const Codes *panel, const elem *bias, long outs, long wide) {              \
+        multiply_kept(kind, band, panel, bias, outs, wide);                                                         \
+    }
+KEPT_EIGHTS(keep_floats, EIGHT_FLOATS)
+KEPT_EIGHTS(keep_bytes, EIGHT_WHOLE)
 #endif
 
 #if BY_GROUP
@@ -311,7 +341,7 @@ INLINE void multiply_eights(const int kind, int tiled, Band band, const Codes *e
     if (band.rows <= (kind == EIGHT_FLOATS && READ_AGAIN > MAX_ROWS ? MAX_ROWS : READ_AGAIN)) /* e4m3 costs more to read */
         multiply_read(kind, band, eights, bias, outs, wide);
     else
-        multiply_widened(0, kind, band, eights, bias, outs, wide);
+        (kind == EIGHT_FLOATS ? keep_floats : keep_bytes)(band, eights, bias, outs, wide);
 #endif
 }
 
