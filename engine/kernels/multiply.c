@@ -219,6 +219,15 @@ static NOINLINE void multiply_widened(int tiled, int kind, Band band, const Code
 }
 
 #if !BY_GROUP
+/* As multiply_rows4, for codes of either size. */
+INLINE void multiply_codes(const int rows, const int kind, const input *x, long stride, const Codes *panel, long start,
+                           long steps, made *kept, float *sums) {
+    if (kind == EIGHT_FLOATS || kind == EIGHT_WHOLE)
+        multiply_rows8(rows, kind, x, stride, panel, start, steps, kept, sums);
+    else
+        multiply_rows4(rows, kind, x, stride, panel, start, steps, kept, sums);
+}
+
 /* As multiply_panel, for a panel of codes that is read again for each pass of rows. */
 INLINE void multiply_read(const int kind, Band band, const Codes *panel, const elem *bias, long outs, long wide) {
     ALIGNED float sums[(BAND + TILE_ROWS) * WIDE], room[WIDENS ? MAX_ROWS * STRIP : 1];
@@ -230,17 +239,14 @@ INLINE void multiply_read(const int kind, Band band, const Codes *panel, const e
             long apart = band.stride;
             BY_ROWS(band.rows - r, size, {
                 const input *from = rows_as_input(ROWS, x + r * band.stride, &apart, steps, room);
-                if (kind == EIGHT_FLOATS || kind == EIGHT_WHOLE)
-                    multiply_rows8(ROWS, kind, from, apart, panel, start, steps, 0, sums + r * WIDE);
-                else
-                    multiply_rows4(ROWS, kind, from, apart, panel, start, steps, sums + r * WIDE);
+                multiply_codes(ROWS, kind, from, apart, panel, start, steps, 0, sums + r * WIDE);
             })
         }
     }
     finish(sums, panel->of_outputs, bias, band.out, band.rows, outs, wide);
 }
 
-/* The same for eight bits, of which the first pass of rows keeps what it has read for the others, a strip at a time. */
+/* The same, the first pass of rows keeping what it has read for the others, a strip at a time. */
 INLINE void multiply_kept(const int kind, Band band, const Codes *panel, const elem *bias, long outs, long wide) {
     ALIGNED float sums[(BAND + TILE_ROWS) * WIDE], room[WIDENS ? MAX_ROWS * WIDE_STRIP : 1];
     ALIGNED made kept[WIDE_STRIP * STEP];
@@ -256,19 +262,22 @@ INLINE void multiply_kept(const int kind, Band band, const Codes *panel, const e
                 if (r)
                     multiply_rows(ROWS, MADE, from, apart, kept, 0, steps, start == 0, to, 0, 0);
                 else
-                    multiply_rows8(ROWS, kind, from, apart, panel, start, steps, kept, to);
+                    multiply_codes(ROWS, kind, from, apart, panel, start, steps, kept, to);
             })
         }
     }
     finish(sums, panel->of_outputs, bias, band.out, band.rows, outs, wide);
 }
 
-#define KEPT_EIGHTS(name, kind)                                                                                     \
+#define KEPT(name, kind)                                                                                            \
     static NOINLINE void name(Band band, const Codes *panel, const elem *bias, long outs, long wide) {              \
         multiply_kept(kind, band, panel, bias, outs, wide);                                                         \
     }
-KEPT_EIGHTS(keep_floats, EIGHT_FLOATS)
-KEPT_EIGHTS(keep_bytes, EIGHT_WHOLE)
+KEPT(keep_floats, EIGHT_FLOATS)
+KEPT(keep_bytes, EIGHT_WHOLE)
+KEPT(keep_e2m1, FLOATS)
+KEPT(keep_offset, OFFSET)
+KEPT(keep_whole, WHOLE)
 #endif
 
 #if BY_GROUP
@@ -321,7 +330,7 @@ INLINE void multiply_fours(const int kind, int tiled, Band band, const Codes *fo
     if (band.rows <= READ_AGAIN)
         multiply_read(kind, band, fours, bias, outs, wide);
     else
-        multiply_widened(0, kind, band, fours, bias, outs, wide);
+        (kind == FLOATS ? keep_e2m1 : kind == OFFSET ? keep_offset : keep_whole)(band, fours, bias, outs, wide);
 #endif
 }
 

@@ -24,8 +24,8 @@ INLINE void scales_of(const Codes *panel, long step, int vector, vec *to) {
     spread(of_outputs, to);
 }
 
-/* sums [rows][WIDE] (from 0 if `start` is 0) += x [rows][stride] times `steps` from step `start` of the panel on. kept: where
- * weights are put as they are multiplied, [steps][STEP]; 0 = nowhere. */
+/* sums [rows][WIDE] (from 0 if `start` is 0) += x [rows][stride] times `steps` from step `start` of the panel on. kept: as of
+ * multiply_rows4. */
 INLINE void multiply_rows8(const int rows, const int kind, const input *x, long stride, const Codes *panel, long start,
                            long steps, made *kept, float *sums) {
     const int cols = columns(rows) < MOST_COLS ? columns(rows) : MOST_COLS;

@@ -98,9 +98,10 @@ INLINE void get_words(const char *from, uvec *words) {
     }
 }
 
-/* sums [rows][WIDE] (from 0 if `start` is 0) += x [rows][stride] times `steps` from step `start` of the panel on. */
+/* sums [rows][WIDE] (from 0 if `start` is 0) += x [rows][stride] times `steps` from step `start` of the panel on. kept: where
+ * weights are put as they are multiplied, [steps][STEP]; 0 = nowhere. */
 INLINE void multiply_rows4(const int rows, const int kind, const input *x, long stride, const Codes *panel, long start,
-                           long steps, float *sums) {
+                           long steps, made *kept, float *sums) {
     const int cols = columns(rows) < MOST_COLS ? columns(rows) : MOST_COLS;
     for (int c = 0; c < VECS; c += cols) {
         vec sum[MAX_ROWS][VECS];
@@ -123,6 +124,7 @@ INLINE void multiply_rows4(const int rows, const int kind, const input *x, long 
 #pragma GCC unroll 8
                     for (int v = 0; v < cols; v++) {
                         const run weights = weights_of(kind, words[v], at, &shared[v]);
+                        if (kept) put_made(kept + (word + at) * STEP + (c + v) * RUN, weights);
 #pragma GCC unroll 8
                         for (int r = 0; r < rows; r++)
                             sum[r][v] = times(x + r * stride + (word + at) * DEPTH, weights, sum[r][v]);
