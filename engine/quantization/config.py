@@ -9,7 +9,16 @@ from typing import Any
 
 from engine.errors import CheckpointError
 from engine.quantization.compressed_tensors import STATIC, read_compressed_tensors
-from engine.quantization.spec import FIELD, GPTQ_LAYOUTS, QuantizationSpec, by_group, group_in, names_in, refuse
+from engine.quantization.spec import (
+    FIELD,
+    GPTQ_LAYOUTS,
+    PLAIN,
+    QuantizationSpec,
+    by_group,
+    group_in,
+    names_in,
+    refuse,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -97,17 +106,18 @@ def _gptq(found: Mapping[str, Any]) -> QuantizationSpec:
         if found.get(field):
             refuse(f".{field} of GPTQ")
     overrides = found.get("dynamic") or {}
-    if not isinstance(overrides, Mapping) or not all(isinstance(values, Mapping) for values in overrides.values()):
+    if not isinstance(overrides, Mapping) or not all(
+        name.startswith(SKIP) or isinstance(values, Mapping) for name, values in overrides.items()
+    ):
         raise CheckpointError(f"{FIELD}.dynamic must map expressions to what they override, not {overrides!r}")
-    skipped = [f"re:{name.removeprefix(SKIP)}" for name in overrides if name.startswith(SKIP)]
-    ignore = names_in({"dynamic": skipped}, "dynamic")
-    # Qwen's files name modules that are like all others: they override nothing.
-    unlike = {name: values for name, values in overrides.items() if values and not name.startswith(SKIP)}
-    others = []
-    for name, values in unlike.items():
-        targets = names_in({"dynamic": [f"re:{name.removeprefix(OTHERWISE)}"]}, "dynamic")
-        others.append(replace(_gptq_layers({**found, **values}), targets=targets))
-    return replace(_gptq_layers(found), ignore=ignore, others=tuple(others))
+    usual = _gptq_layers(found)
+    others = []  # in the order of the file: the first expression that fits a layer decides
+    for name, values in overrides.items():
+        skipped = name.startswith(SKIP)
+        expression = name.removeprefix(SKIP if skipped else OTHERWISE)
+        spec = replace(usual, weights=PLAIN) if skipped else _gptq_layers({**found, **values})
+        others.append(replace(spec, targets=names_in({"dynamic": [f"re:{expression}"]}, "dynamic")))
+    return replace(usual, others=tuple(others))
 
 
 def _gptq_layers(found: Mapping[str, Any]) -> QuantizationSpec:
@@ -163,19 +173,23 @@ def _auto_round(found: Mapping[str, Any]) -> QuantizationSpec:
         raise CheckpointError(f"{FIELD}.extra_config must map layers to what they have, not {extra!r}")
     read = _gptq_layers if PACKINGS[packing] == "gptq" else _awq
     usual = {field: found[field] for field in ("bits", "group_size", "sym") if field in found}
-    plain: list[str] = []
-    named: dict[QuantizationSpec, list[str]] = {}
+    whole = read(usual)
+    ignore: list[str] = []
+    named: dict[QuantizationSpec, set[str]] = {}
+    expressions: list[QuantizationSpec] = []  # of those that fit a layer that is not named, the first decides
     for name, said in extra.items():
         own = usual | {field: said[field] for field in ("bits", "group_size", "sym") if field in said}
-        entry = f"re:.*(?:{name})" if IN_EXPRESSIONS & {*name} else name
-        if isinstance(own.get("bits"), int) and own["bits"] >= PLAIN_BITS:
-            plain.append(entry)
-        elif own != usual:
-            named.setdefault(read(own), []).append(entry)
-    others = [
-        replace(spec, targets=names_in({"extra_config": names}, "extra_config")) for spec, names in named.items()
-    ]
-    return replace(read(usual), ignore=names_in({"extra_config": plain}, "extra_config"), others=tuple(others))
+        plain = isinstance(own.get("bits"), int) and own["bits"] >= PLAIN_BITS
+        spec = replace(whole, weights=PLAIN) if plain else read(own)
+        if IN_EXPRESSIONS & {*name}:
+            targets = names_in({"extra_config": [f"re:.*(?:{name})"]}, "extra_config")
+            expressions.append(replace(spec, targets=targets))
+        elif plain:
+            ignore.append(name)
+        else:
+            named.setdefault(spec, set()).add(name)
+    listed = (replace(spec, targets=(), named=frozenset(names)) for spec, names in named.items())
+    return replace(whole, ignore=tuple(ignore), others=(*listed, *expressions))
 
 
 def _modelopt(found: Mapping[str, Any]) -> QuantizationSpec:

@@ -97,10 +97,11 @@ def test_layers_of_one_model_may_be_held_in_unlike_ways(models, tmp_path):
 
 @pytest.mark.parametrize("method", ["gptq", "auto-round"])
 def test_some_layers_may_have_more_bits_than_others(two_ranks, models, tmp_path, method):
-    """By an expression, or by name; and some are plain."""
+    """By expressions, one for parts of a product or one for each, or by name; and some are plain."""
     four, eight = GPTQ_16 | {"sym": True}, {"bits": 8, "group_size": 32}
     if method == "gptq":
-        unlike = {"+:.*self_attn.*": eight, r".*layers\.1\.mlp\.down_proj": eight, "-:.*layers.0.*down_proj": {}}
+        unlike = {"+:.*[qo]_proj": eight, "+:.*k_proj": dict(eight), "+:.*v_proj": eight | {"sym": True}}
+        unlike |= {r".*layers\.1\.mlp\.down_proj": eight, "-:.*layers.0.*down_proj": {}}
         said = four | {"dynamic": unlike}
     else:
         named = {"model.layers.1.mlp.down_proj": eight, "model.layers.0.mlp.down_proj": {"bits": 16}}

@@ -71,10 +71,6 @@ def test_a_field_that_is_anything_is_read_or_refused(config: dict[str, Any], dra
         (GPTQ | {"quant_method": "GPTQ"}, GPTQ),
         (GPTQ | {"checkpoint_format": "gptq", "format": "gptq", "method": "gptq"}, GPTQ),
         (GPTQ | {"format": "gptq_v2"}, GPTQ | {"checkpoint_format": "gptq_v2"}),
-        (
-            GPTQ | {"dynamic": {"lm_head": {}, "model.embed_tokens": {}, "-:.*attn.*": {}}},
-            GPTQ | {"dynamic": {"-:.*attn.*": {}}},
-        ),
         (AWQ | {"format": "gemm", "checkpoint_format": "gemm"}, AWQ | {"version": "GEMM"}),
         (AUTO_ROUND | {"packing_format": "auto_round:auto_gptq"}, GPTQ),
         (AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "sym": False}, AWQ),
@@ -97,6 +93,46 @@ def test_modules_that_qwens_gptq_leaves_plain() -> None:
     assert spec.of("model.layers.0.linear_attn.out_proj") is None
     assert spec.of("model.layers.0.mlp.shared_expert.up_proj") is None
     assert spec.of("model.layers.0.mlp.experts.3.up_proj") is not None
+
+
+def test_of_expressions_of_gptqmodel_the_first_that_fits_a_layer_decides() -> None:
+    """Whether it leaves it plain or overrides something; and it fits from the beginning of the name."""
+    eight = {"bits": 8, "group_size": 32}
+    rules = {
+        r"+:model\.layers\.0\..*attn": {},
+        r".*layers\.[01]\..*q_proj": eight,
+        "-:.*attn.*": {"bits": 16},
+        "layers": eight,
+        r"+:.*layers\.1\.": eight,
+        "-:.*": True,
+    }
+    spec = read(GPTQ | {"dynamic": rules})
+    names = ("0.self_attn.q", "1.self_attn.q", "1.self_attn.k", "1.up")
+    found = {each: spec.of(f"model.layers.{each}_proj") for each in names}
+    held = {each: one and (one.weights, one.group or one.block) for each, one in found.items()}
+    of_eight = ("int8", (1, 32))
+    assert held == {
+        "0.self_attn.q": ("int4", 128),
+        "1.self_attn.q": of_eight,
+        "1.self_attn.k": None,
+        "1.up": of_eight,
+    }
+    assert spec.of("model.layers.2.up_proj") is None
+
+
+def test_a_layer_that_autoround_names_has_what_is_said_of_it_whatever_expressions_say() -> None:
+    extra = {
+        ".*down_proj.*": {"bits": 8},
+        "model.layers.0.mlp.down_proj": {"bits": 4},
+        ".*layers.2.*": {"bits": 16},
+        "model.layers.2.mlp.up_proj": {"bits": 8},
+        ".*up_proj": {"bits": 16},
+        "up.*": {"bits": 8},
+    }
+    spec = read(AUTO_ROUND | {"packing_format": "auto_round:auto_gptq", "extra_config": extra})
+    names = ("0.mlp.down", "1.mlp.down", "2.mlp.down", "2.mlp.up", "2.mlp.gate", "3.mlp.up", "3.mlp.gate")
+    found = [spec.of(f"model.layers.{each}_proj") for each in names]
+    assert [one and one.weights for one in found] == ["int4", "int8", "int8", "int8", None, None, "int4"]
 
 
 def test_a_pattern_that_fits_a_module_leaves_all_inside_it_plain() -> None:
