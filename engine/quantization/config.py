@@ -23,8 +23,8 @@ from engine.quantization.spec import (
 logger = logging.getLogger(__name__)
 
 GROUP_OF_NVFP4, GROUP_OF_MXFP4 = 16, 32
-# AutoRound's packings, which are those of two others.
-PACKINGS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
+# AutoRound's packings, which are those of others.
+PACKINGS = {"auto_round:auto_gptq": "gptq", "auto_round:gptqmodel": "gptq_v2", "auto_round:auto_awq": "awq"}
 PLAIN_BITS = 16
 IN_EXPRESSIONS = frozenset("*+?^$()[]{}|\\")
 # Of GPTQModel, of AutoRound's releases, and of compressed-tensors: Hadamard products of what goes into some layers.
@@ -165,14 +165,16 @@ def _auto_round(found: Mapping[str, Any]) -> QuantizationSpec:
     """AutoRound, whose bits lie as those of GPTQ or AWQ; `extra_config` names layers unlike all others."""
     packing = found.get("packing_format")
     if not isinstance(packing, str) or packing not in PACKINGS:
-        refuse(f".packing_format = {packing!r} of auto-round")
+        refuse(f".packing_format = {packing!r} of auto-round, other than {', '.join(PACKINGS)},")
     if found.get("data_type", "int") != "int":
         refuse(f".data_type = {found['data_type']!r} of auto-round")
     extra = found.get("extra_config") or {}
     if not isinstance(extra, Mapping) or not all(isinstance(said, Mapping) for said in extra.values()):
         raise CheckpointError(f"{FIELD}.extra_config must map layers to what they have, not {extra!r}")
-    read = _gptq_layers if PACKINGS[packing] == "gptq" else _awq
     usual = {field: found[field] for field in ("bits", "group_size", "sym") if field in found}
+    read = _awq
+    if (layout := PACKINGS[packing]) in GPTQ_LAYOUTS:
+        read, usual["checkpoint_format"] = _gptq_layers, layout
     whole = read(usual)
     ignore: list[str] = []
     named: dict[QuantizationSpec, set[str]] = {}

@@ -54,7 +54,10 @@ REFUSED = {
     "auto-round 2": (AUTO_ROUND | {"bits": 2}, [".bits = 2 of GPTQ"]),
     "auto-round mixed": (AUTO_ROUND | {"extra_config": {".*down.*": {"bits": 2}}}, [".bits = 2 of GPTQ"]),
     "auto-round floats": (AUTO_ROUND | {"data_type": "mx_fp"}, ["data_type = 'mx_fp'"]),
-    "auto-round packing": (AUTO_ROUND | {"packing_format": "auto_round:fp8"}, ["packing_format = 'auto_round:fp8'"]),
+    "auto-round packing": (
+        AUTO_ROUND | {"packing_format": "auto_round:fp8"},
+        ["packing_format = 'auto_round:fp8'", "auto_round:gptqmodel"],
+    ),
     "auto-round list": (AUTO_ROUND | {"extra_config": {"a": 16}}, ["extra_config", "must map"]),
     "awq gemv": (AWQ | {"version": "gemv"}, ["version = 'gemv'"]),
     "awq gemv of GPTQModel": ({"quant_method": "awq", "bits": 4, "format": "gemv"}, ["version = 'gemv'"]),

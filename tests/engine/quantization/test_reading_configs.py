@@ -73,6 +73,7 @@ def test_a_field_that_is_anything_is_read_or_refused(config: dict[str, Any], dra
         (GPTQ | {"format": "gptq_v2"}, GPTQ | {"checkpoint_format": "gptq_v2"}),
         (AWQ | {"format": "gemm", "checkpoint_format": "gemm"}, AWQ | {"version": "GEMM"}),
         (AUTO_ROUND | {"packing_format": "auto_round:auto_gptq"}, GPTQ),
+        (AUTO_ROUND | {"packing_format": "auto_round:gptqmodel"}, GPTQ | {"checkpoint_format": "gptq_v2"}),
         (AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "sym": False}, AWQ),
         (MODELOPT | {"quant_algo": "W4A16_NVFP4"}, MODELOPT | {"quant_algo": "NVFP4", "group_size": 16}),
         (MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, MODELOPT | {"quant_algo": "FP8"}),
