@@ -155,8 +155,13 @@ def within(name: str) -> Iterator[str]:
 def fits(name: str, pattern: str) -> bool:
     """Whether a module has this name; pattern: "re:" and the beginning's regular expression, or with *, or whole."""
     if pattern.startswith("re:"):
-        return re.match(pattern[3:], name) is not None
+        return _compiled(pattern[3:]).match(name) is not None
     return fnmatchcase(name, pattern)
+
+
+@lru_cache(maxsize=1 << 14)  # that of `re` keeps 512, and a list may have an expression for each layer
+def _compiled(expression: str) -> re.Pattern[str]:
+    return re.compile(expression)
 
 
 def names_in(found: Mapping[str, Any], *fields: str) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
+from time import process_time
 from typing import Any
 
 import pytest
@@ -119,6 +120,14 @@ def test_of_expressions_of_gptqmodel_the_first_that_fits_a_layer_decides() -> No
         "1.up": of_eight,
     }
     assert spec.of("model.layers.2.up_proj") is None
+
+
+def test_an_expression_for_each_of_many_layers_is_compiled_once() -> None:
+    rules = {rf".*layers\.{number}\.mlp\.down_proj": {"bits": 8} for number in range(1000)}
+    spec, before = read(GPTQ | {"dynamic": rules}), process_time()
+    found = [spec.of(f"model.layers.{number}.mlp.up_proj") for number in range(400)]
+    assert all(one and one.weights == "int4" for one in found)
+    assert process_time() - before < 3, "to compile them again for each layer takes several times as long"
 
 
 def test_a_layer_that_autoround_names_has_what_is_said_of_it_whatever_expressions_say() -> None:
