@@ -20,6 +20,7 @@ from tests.parity.stored_formats import (
     compressed,
     config,
     edit,
+    fp8,
     gptq,
     gptq8,
     made,
@@ -56,6 +57,16 @@ def test_one_rank_says_what_the_weights_stand_for(models, tmp_path, kind):
 def test_two_ranks_say_the_same(two_ranks, models, tmp_path, kind):
     model, asked = made(models, tmp_path, "qwen3_moe", kind)
     check(model, gang(two_ranks, asked).generate)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("gptq v2 8 bits", 1 << 70), ("deepseek", [1 << 70, 32])])
+def test_groups_and_blocks_may_be_larger_than_weights(models, tmp_path, kind, size):
+    found, make = FORMATS[kind]
+    many = {"weight_block_size": size} if kind == "deepseek" else {"group_size": size}
+    make = fp8((1 << 20, 32), name="weight_scale_inv") if kind == "deepseek" else make
+    store(models("llama")[1], tmp_path, dict(found) | many, make)
+    runner = ModelRunner(config(tmp_path / "stored", dtype="float32"), SoloGroup())
+    check(oracle(tmp_path), Stepper(runner).generate)
 
 
 @pytest.mark.parametrize(
