@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,8 +24,10 @@ from tests.parity.stored_formats import (
     fp8,
     gptq,
     gptq8,
+    int8_groups,
     made,
     oracle,
+    pack_quantized8,
     store,
 )
 from tests.parity.tiny_models import check_against, oracle_logits, prompts
@@ -57,6 +60,18 @@ def test_one_rank_says_what_the_weights_stand_for(models, tmp_path, kind):
 def test_two_ranks_say_the_same(two_ranks, models, tmp_path, kind):
     model, asked = made(models, tmp_path, "qwen3_moe", kind)
     check(model, gang(two_ranks, asked).generate)
+
+
+@pytest.mark.parametrize("kind", ["gptq 8 bits", "int8 packed groups", "int8 groups"])
+def test_the_last_group_of_eight_bits_may_have_fewer_inputs(two_ranks, models, tmp_path, kind):
+    said = json.loads(json.dumps(FORMATS[kind][0]))
+    of_weights = said["config_groups"]["group_0"]["weights"] if "config_groups" in said else said
+    of_weights["group_size"] = 40
+    make = {"gptq 8 bits": gptq8, "int8 packed groups": pack_quantized8, "int8 groups": int8_groups}[kind](40)
+    store(models("qwen3_moe")[1], tmp_path, said, make)
+    asked = config(tmp_path / "stored", dtype="float32")
+    check(oracle(tmp_path), Stepper(ModelRunner(asked, SoloGroup())).generate)
+    check(oracle(tmp_path), gang(two_ranks, replace(asked, tensor_parallel_size=2)).generate)
 
 
 @pytest.mark.parametrize(("kind", "size"), [("gptq v2 8 bits", 1 << 70), ("deepseek", [1 << 70, 32])])
