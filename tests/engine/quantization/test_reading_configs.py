@@ -34,9 +34,9 @@ ANYTHING = st.sampled_from(
 )
 MIXED = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a.b": {"quant_algo": "FP8"}}}
 CONFIGS = [
-    GPTQ | {"dynamic": {"-:.*attn.*": {}}, "format": "gptq"},
+    GPTQ | {"dynamic": {"-:.*attn.*": {}, "+:.*up.*": {"bits": 8, "group_size": 32}}, "format": "gptq"},
     AWQ | {"modules_to_not_convert": ["x"]},
-    AUTO_ROUND | {"packing_format": "auto_round:auto_gptq", "extra_config": {"a": {"bits": 16}}},
+    AUTO_ROUND | {"packing_format": "auto_round:auto_gptq", "extra_config": {"a": {"bits": 16}, ".*b": {"bits": 8}}},
     MODELOPT | MIXED,
     MODELOPT | {"quant_algo": "NVFP4", "group_size": 16},
     {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"},
