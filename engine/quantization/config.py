@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -101,10 +102,12 @@ def _fp8(found: Mapping[str, Any]) -> QuantizationSpec:
 
 
 def _gptq(found: Mapping[str, Any]) -> QuantizationSpec:
-    """The layouts of AutoGPTQ and GPTQModel, whose `dynamic` names layers unlike all others."""
-    for field in ("modules_in_block_to_quantize", "modules_to_not_convert"):
-        if found.get(field):
-            refuse(f".{field} of GPTQ")
+    """The layouts of AutoGPTQ and GPTQModel, whose `dynamic` names layers unlike all others.
+
+    optimum, and with it Qwen's models of experts, may list what is quantised by the ends of its names.
+    """
+    if found.get("modules_to_not_convert"):
+        refuse(".modules_to_not_convert of GPTQ")
     overrides = found.get("dynamic") or {}
     if not isinstance(overrides, Mapping) or not all(
         name.startswith(SKIP) or isinstance(values, Mapping) for name, values in overrides.items()
@@ -117,7 +120,21 @@ def _gptq(found: Mapping[str, Any]) -> QuantizationSpec:
         expression = name.removeprefix(SKIP if skipped else OTHERWISE)
         spec = replace(usual, weights=PLAIN) if skipped else _gptq_layers({**found, **values})
         others.append(replace(spec, targets=names_in({"dynamic": [f"re:{expression}"]}, "dynamic")))
+    if ends := _ends_in(found, "modules_in_block_to_quantize"):
+        # Behind the expressions, which decide first.
+        listed = f"re:(?:.*\\.)?(?:{'|'.join(map(re.escape, ends))})$"
+        return replace(usual, targets=(), others=(*others, replace(usual, targets=(listed,))))
     return replace(usual, others=tuple(others))
+
+
+def _ends_in(found: Mapping[str, Any], field: str) -> list[str]:
+    """Return the names in a list of names, or of lists of them, of products that are quantised one after another."""
+    listed: Any = found.get(field) or []
+    lists = [each if isinstance(each, list) else [each] for each in listed] if isinstance(listed, list) else [[None]]
+    names: list[Any] = [name for each in lists for name in each]
+    if not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f'{FIELD}.{field} must list names such as "self_attn.q_proj", not {listed!r}')
+    return names
 
 
 def _gptq_layers(found: Mapping[str, Any]) -> QuantizationSpec:

@@ -41,7 +41,11 @@ REFUSED = {
     "gptq 8 in order": (GPTQ | {"bits": 8, "desc_act": True}, [".desc_act = true of GPTQ in 8 bits"]),
     "gptq 8 asymmetric": (GPTQ | {"bits": 8, "sym": False}, [".sym = false of GPTQ in 8 bits"]),
     "gptq marlin": (GPTQ | {"checkpoint_format": "marlin"}, ["checkpoint_format = 'marlin'"]),
-    "gptq modules": (GPTQ | {"modules_in_block_to_quantize": [["q"]]}, ["modules_in_block_to_quantize of GPTQ"]),
+    "gptq modules": (
+        GPTQ | {"modules_in_block_to_quantize": [["q"], [1]]},
+        ["modules_in_block_to_quantize must list", "self_attn.q_proj"],
+    ),
+    "gptq plain modules": (GPTQ | {"modules_to_not_convert": ["q"]}, ["modules_to_not_convert of GPTQ"]),
     "gptq mixed": (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 2}}}, [".bits = 2 of GPTQ"]),
     "gptq mixed by default": (GPTQ | {"dynamic": {".*down.*": {"group_size": 100}}}, ["group_size", "100"]),
     "gptq expression": (GPTQ | {"dynamic": {"+:(down": {"bits": 8}}}, ["re:(down", "no regular expression"]),

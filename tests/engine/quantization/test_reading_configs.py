@@ -34,6 +34,7 @@ ANYTHING = st.sampled_from(
 )
 MIXED = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a.b": {"quant_algo": "FP8"}}}
 CONFIGS = [
+    GPTQ | {"modules_in_block_to_quantize": [["mlp.up_proj"]]},
     GPTQ | {"dynamic": {"-:.*attn.*": {}, "+:.*up.*": {"bits": 8, "group_size": 32}}, "format": "gptq"},
     AWQ | {"modules_to_not_convert": ["x"]},
     AUTO_ROUND | {"packing_format": "auto_round:auto_gptq", "extra_config": {"a": {"bits": 16}, ".*b": {"bits": 8}}},
@@ -143,6 +144,19 @@ def test_a_layer_that_autoround_names_has_what_is_said_of_it_whatever_expression
     names = ("0.mlp.down", "1.mlp.down", "2.mlp.down", "2.mlp.up", "2.mlp.gate", "3.mlp.up", "3.mlp.gate")
     found = [spec.of(f"model.layers.{each}_proj") for each in names]
     assert [one and one.weights for one in found] == ["int4", "int8", "int8", "int8", None, None, "int4"]
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_modules_that_optimum_lists_are_quantised_and_no_others(nested: bool) -> None:
+    names = ["self_attn.o_proj", "experts.1.up_proj"]
+    listed: dict[str, Any] = {"modules_in_block_to_quantize": [[name] for name in names] if nested else names}
+    spec = read(GPTQ | listed | {"dynamic": {"-:.*layers.3.*": {}, ".*layers.2.*up": {"bits": 8}}})
+    assert spec.of("model.layers.0.self_attn.q_proj") is None
+    assert spec.of("model.layers.0.mlp.experts.11.up_proj") is None
+    assert spec.of("model.layers.0.mlp.shared_experts.1.up_proj") is None
+    assert spec.of("model.layers.3.self_attn.o_proj") is None
+    found = (spec.of(f"model.layers.{each}_proj") for each in ("0.self_attn.o", "0.mlp.experts.1.up", "2.mlp.up"))
+    assert [one and one.weights for one in found] == ["int4", "int4", "int8"]
 
 
 def test_a_pattern_that_fits_a_module_leaves_all_inside_it_plain() -> None:
