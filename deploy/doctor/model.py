@@ -69,18 +69,19 @@ def _memory(report: Mapping[str, Any]) -> Finding:
 def _weights(report: Mapping[str, Any]) -> Finding:
     """Say whether this machine multiplies the weights as they are held, or what it would."""
     products, weights = report["products"], report["weights"]
-    native, on_gpu = _native(products), bool(products["gpu"])
+    native, on_gpu, blocks = _native(products), bool(products["gpu"]), bool(report["blocks"])
     if weights is None:
         offered = [each for each in ("fp8", "int8", "int4") if each in native and (on_gpu or each != "fp8")]
         return ok(
             "model weights", f"plain; {' and '.join(offered)} of --quantization are multiplied as they are here"
         )
     form = f"{weights}, by {report['method']}"
-    if weights not in native:
+    if weights not in native or (blocks and not on_gpu and products["compiled"] is None):
+        first = f"{native[0]} with a scale per output" if blocks else native[0]
         return warning(
-            "model weights", f"{form}: here {SLOW}", f"use a checkpoint in {native[0]} or {native[1]}, or a plain one"
+            "model weights", f"{form}: here {SLOW}", f"use a checkpoint in {first} or {native[1]}, or a plain one"
         )
-    some = " in steps of few rows and of experts" if on_gpu and weights in FOUR_BITS else ""
+    some = " in steps of few rows and of experts" if on_gpu and (blocks or weights in FOUR_BITS) else ""
     return ok("model weights", f"{form}: multiplied as they are here{some}")
 
 

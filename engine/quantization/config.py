@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from engine.errors import CheckpointError
 from engine.quantization.compressed_tensors import STATIC, read_compressed_tensors
-from engine.quantization.spec import FIELD, GPTQ_LAYOUTS, QuantizationSpec, by_group, group_in, names_in, refuse
+from engine.quantization.spec import (
+    FIELD,
+    GPTQ_LAYOUTS,
+    PLAIN,
+    QuantizationSpec,
+    by_group,
+    group_in,
+    names_in,
+    refuse,
+)
 
 logger = logging.getLogger(__name__)
 
 GROUP_OF_NVFP4, GROUP_OF_MXFP4 = 16, 32
-# AutoRound's packings, which are those of two others.
-PACKINGS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
+# AutoRound's packings, which are those of others.
+PACKINGS = {"auto_round:auto_gptq": "gptq", "auto_round:gptqmodel": "gptq_v2", "auto_round:auto_awq": "awq"}
 PLAIN_BITS = 16
 IN_EXPRESSIONS = frozenset("*+?^$()[]{}|\\")
 # Of GPTQModel, of AutoRound's releases, and of compressed-tensors: Hadamard products of what goes into some layers.
@@ -92,22 +102,39 @@ def _fp8(found: Mapping[str, Any]) -> QuantizationSpec:
 
 
 def _gptq(found: Mapping[str, Any]) -> QuantizationSpec:
-    """The layouts of AutoGPTQ and GPTQModel, whose `dynamic` names layers unlike all others."""
-    for field in ("modules_in_block_to_quantize", "modules_to_not_convert"):
-        if found.get(field):
-            refuse(f".{field} of GPTQ")
+    """The layouts of AutoGPTQ and GPTQModel, whose `dynamic` names layers unlike all others.
+
+    optimum, and with it Qwen's models of experts, may list what is quantised by the ends of its names.
+    """
+    if found.get("modules_to_not_convert"):
+        refuse(".modules_to_not_convert of GPTQ")
     overrides = found.get("dynamic") or {}
-    if not isinstance(overrides, Mapping) or not all(isinstance(values, Mapping) for values in overrides.values()):
+    if not isinstance(overrides, Mapping) or not all(
+        name.startswith(SKIP) or isinstance(values, Mapping) for name, values in overrides.items()
+    ):
         raise CheckpointError(f"{FIELD}.dynamic must map expressions to what they override, not {overrides!r}")
-    skipped = [f"re:{name.removeprefix(SKIP)}" for name in overrides if name.startswith(SKIP)]
-    ignore = names_in({"dynamic": skipped}, "dynamic")
-    # Qwen's files name modules that are like all others: they override nothing.
-    unlike = {name: values for name, values in overrides.items() if values and not name.startswith(SKIP)}
-    others = []
-    for name, values in unlike.items():
-        targets = names_in({"dynamic": [f"re:{name.removeprefix(OTHERWISE)}"]}, "dynamic")
-        others.append(replace(_gptq_layers({**found, **values}), targets=targets))
-    return replace(_gptq_layers(found), ignore=ignore, others=tuple(others))
+    usual = _gptq_layers(found)
+    others = []  # in the order of the file: the first expression that fits a layer decides
+    for name, values in overrides.items():
+        skipped = name.startswith(SKIP)
+        expression = name.removeprefix(SKIP if skipped else OTHERWISE)
+        spec = replace(usual, weights=PLAIN) if skipped else _gptq_layers({**found, **values})
+        others.append(replace(spec, targets=names_in({"dynamic": [f"re:{expression}"]}, "dynamic")))
+    if ends := _ends_in(found, "modules_in_block_to_quantize"):
+        # Behind the expressions, which decide first.
+        listed = f"re:(?:.*\\.)?(?:{'|'.join(map(re.escape, ends))})$"
+        return replace(usual, targets=(), others=(*others, replace(usual, targets=(listed,))))
+    return replace(usual, others=tuple(others))
+
+
+def _ends_in(found: Mapping[str, Any], field: str) -> list[str]:
+    """Return the names in a list of names, or of lists of them, of products that are quantised one after another."""
+    listed: Any = found.get(field) or []
+    lists = [each if isinstance(each, list) else [each] for each in listed] if isinstance(listed, list) else [[None]]
+    names: list[Any] = [name for each in lists for name in each]
+    if not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f'{FIELD}.{field} must list names such as "self_attn.q_proj", not {listed!r}')
+    return names
 
 
 def _gptq_layers(found: Mapping[str, Any]) -> QuantizationSpec:
@@ -155,27 +182,33 @@ def _auto_round(found: Mapping[str, Any]) -> QuantizationSpec:
     """AutoRound, whose bits lie as those of GPTQ or AWQ; `extra_config` names layers unlike all others."""
     packing = found.get("packing_format")
     if not isinstance(packing, str) or packing not in PACKINGS:
-        refuse(f".packing_format = {packing!r} of auto-round")
+        refuse(f".packing_format = {packing!r} of auto-round, other than {', '.join(PACKINGS)},")
     if found.get("data_type", "int") != "int":
         refuse(f".data_type = {found['data_type']!r} of auto-round")
     extra = found.get("extra_config") or {}
     if not isinstance(extra, Mapping) or not all(isinstance(said, Mapping) for said in extra.values()):
         raise CheckpointError(f"{FIELD}.extra_config must map layers to what they have, not {extra!r}")
-    read = _gptq_layers if PACKINGS[packing] == "gptq" else _awq
     usual = {field: found[field] for field in ("bits", "group_size", "sym") if field in found}
-    plain: list[str] = []
-    named: dict[QuantizationSpec, list[str]] = {}
+    read = _awq
+    if (layout := PACKINGS[packing]) in GPTQ_LAYOUTS:
+        read, usual["checkpoint_format"] = _gptq_layers, layout
+    whole = read(usual)
+    ignore: list[str] = []
+    named: dict[QuantizationSpec, set[str]] = {}
+    expressions: list[QuantizationSpec] = []  # of those that fit a layer that is not named, the first decides
     for name, said in extra.items():
         own = usual | {field: said[field] for field in ("bits", "group_size", "sym") if field in said}
-        entry = f"re:.*(?:{name})" if IN_EXPRESSIONS & {*name} else name
-        if isinstance(own.get("bits"), int) and own["bits"] >= PLAIN_BITS:
-            plain.append(entry)
-        elif own != usual:
-            named.setdefault(read(own), []).append(entry)
-    others = [
-        replace(spec, targets=names_in({"extra_config": names}, "extra_config")) for spec, names in named.items()
-    ]
-    return replace(read(usual), ignore=names_in({"extra_config": plain}, "extra_config"), others=tuple(others))
+        plain = isinstance(own.get("bits"), int) and own["bits"] >= PLAIN_BITS
+        spec = replace(whole, weights=PLAIN) if plain else read(own)
+        if IN_EXPRESSIONS & {*name}:
+            targets = names_in({"extra_config": [f"re:.*(?:{name})"]}, "extra_config")
+            expressions.append(replace(spec, targets=targets))
+        elif plain:
+            ignore.append(name)
+        else:
+            named.setdefault(spec, set()).add(name)
+    listed = (replace(spec, targets=(), named=frozenset(names)) for spec, names in named.items())
+    return replace(whole, ignore=tuple(ignore), others=(*listed, *expressions))
 
 
 def _modelopt(found: Mapping[str, Any]) -> QuantizationSpec:

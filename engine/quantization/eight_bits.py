@@ -63,7 +63,7 @@ def check_sizes(spec: QuantizationSpec, name: str, weight: ShardedParameter) -> 
 def eight_bit_weight(spec: QuantizationSpec, outs: int, ins: int) -> Recipe:
     """Return how a weight [outs, ins] in eight bits is made."""
     if spec.is_gptq:
-        group = spec.block[1] if spec.block else ins
+        group = min(spec.block[1], ins) if spec.block else ins
         return Recipe(
             read_as("qweight", (ins // PER_WORD, outs), INT32),
             lambda read: _unpacked(read, outs, ins, group),
@@ -88,6 +88,7 @@ def _unpacked(read: Mapping[str, Tensor], outs: int, ins: int, group: int) -> Te
 def block_scales(spec: QuantizationSpec, outs: int, ins: int, shares: tuple[int, int]) -> Recipe:
     """Return how the scales of a weight [outs, ins] are made, one for each block of the size `shares`."""
     rows, columns = spec.block or (1, ins)
+    rows, columns = min(rows, outs), min(columns, ins)  # a block may be larger than the weight
     stored = (
         gptq_scales(spec, outs, -(-ins // columns)) if spec.is_gptq else _as_stored(spec, outs, ins, rows, columns)
     )

@@ -108,7 +108,7 @@ def quantize(layers: nn.Module, prefix: str, names: Names, quantization: Quantiz
     plain: Counter[str] = Counter()
     for path, layer in quantized_layers(layers, prefix):
         found = checkpoint_names(names, path)
-        specs = [quantization.of(name) for name in found]
+        specs = [spec and spec.form for spec in map(quantization.of, found)]
         if any(spec != specs[0] for spec in specs):
             raise CheckpointError(
                 f"config.json: quantization_config ignores {found[specs.index(None)]} or its neighbours in one "

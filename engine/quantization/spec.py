@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase, translate
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -19,6 +19,7 @@ SERVED = (
     "int8 or int4, or fp8 on a GPU"
 )
 LINEAR = "Linear"
+PLAIN = "plain"
 FOUR_BITS = ("int4", "nvfp4", "mxfp4")
 GPTQ_LAYOUTS = ("gptq", "gptq_v2")
 
@@ -27,9 +28,10 @@ GPTQ_LAYOUTS = ("gptq", "gptq_v2")
 class QuantizationSpec:
     """How linear layers are held; embeddings and output head stay as they are.
 
-    method: the name of `--quantization`. weights: "fp8" (e4m3), "int8", "int4", "nvfp4", "mxfp4". stored: in the
-    checkpoint, else made as plain weights are loaded. ignore: modules that stay plain, by their names in the
-    checkpoint, parts of these between dots, patterns with *, or "re:" and a regular expression.
+    method: the name of `--quantization`. weights: "fp8" (e4m3), "int8", "int4", "nvfp4", "mxfp4", or among `others`
+    `PLAIN`, of layers that stay so. stored: in the checkpoint, else made as plain weights are loaded. ignore: modules
+    that stay plain, by their names in the checkpoint, parts of these between dots, patterns with *, or "re:" and a
+    regular expression.
     packed: int8 alone: four in an int32 on disk, counted from -128, as compressed-tensors has them.
     plain_activations: fp8 alone: whether only the weights are multiplied in fp8, not the activations.
     layout: how four bits lie on disk: "pack-quantized", "gptq", "gptq_v2", "awq"; "nvfp4-pack-quantized", "modelopt";
@@ -37,8 +39,9 @@ class QuantizationSpec:
     group: inputs of four bits that share a scale; 0 = all. block: outputs and inputs of eight bits that do; None =
     each output has one, or all share it. scale_name: of scales on disk. zeros: whether compressed-tensors has zero
     points. reordered: whether groups are of inputs in another order (GPTQ's desc_act).
-    targets: which layers, by name, "re:" and a regular expression, or "Linear" for all. others: specs of others.
-    named: which layers, by name, or that of a module that they are part of.
+    targets: which layers, by name, "re:" and a regular expression, or "Linear" for all that no other names. named:
+    which layers, by name, or that of a module that they are part of, whatever targets say. others: specs of others.
+    Of targets that fit a layer, the first in this order decide.
     prefixes: of a text half: what names may begin with in a list, and what they do here.
     """
 
@@ -63,6 +66,11 @@ class QuantizationSpec:
     def all(self) -> tuple[QuantizationSpec, ...]:
         """This one and the others."""
         return (self, *self.others)
+
+    @property
+    def form(self) -> QuantizationSpec:
+        """How a layer is held, whatever other layers are, and whatever the lists call it."""
+        return replace(self, ignore=(), targets=(), named=frozenset(), others=(), prefixes=())
 
     @property
     def in_blocks(self) -> bool:
@@ -91,6 +99,10 @@ class QuantizationSpec:
         names = tuple(self._in_lists(name))
         if any(map(naming(self.ignore), names)):
             return None
+        found = self._that_fits(names)
+        return None if found is None or found.weights == PLAIN else found
+
+    def _that_fits(self, names: Sequence[str]) -> QuantizationSpec | None:
         for part in (part for each in names for part in within(each)):  # the nearest that is named
             if (found := next((spec for spec in self.all if part in spec.named), None)) is not None:
                 return found
@@ -143,8 +155,13 @@ def within(name: str) -> Iterator[str]:
 def fits(name: str, pattern: str) -> bool:
     """Whether a module has this name; pattern: "re:" and the beginning's regular expression, or with *, or whole."""
     if pattern.startswith("re:"):
-        return re.match(pattern[3:], name) is not None
+        return _compiled(pattern[3:]).match(name) is not None
     return fnmatchcase(name, pattern)
+
+
+@lru_cache(maxsize=1 << 14)  # that of `re` keeps 512, and a list may have an expression for each layer
+def _compiled(expression: str) -> re.Pattern[str]:
+    return re.compile(expression)
 
 
 def names_in(found: Mapping[str, Any], *fields: str) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ REPORT = {
     "size": 15 * GIB,
     "method": None,
     "weights": None,
+    "blocks": False,
     "products": ON_GPU,
     "device": "cuda",
     "gpus": 2,
@@ -107,6 +108,20 @@ def test_what_multiplies_the_weights(weights, products, level, words):
     assert words in held.text
 
 
+@pytest.mark.parametrize(
+    ("products", "level", "words"),
+    [
+        (ON_CPU, "ok", "multiplied as they are here"),
+        (ON_CPU | {"compiled": None}, "warning", "here made plain"),
+        (ON_GPU, "ok", "as they are here in steps of few rows and of experts"),
+    ],
+)
+def test_what_multiplies_int8_by_groups(products, level, words):
+    held = found(weights="int8", method="gptq", blocks=True, products=products)["model weights"]
+    assert held.level == level
+    assert words in held.text
+
+
 # The probe.
 
 
@@ -152,4 +167,4 @@ def test_a_quantised_checkpoint_says_by_what(tmp_path):
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     report = read(str(tmp_path))
-    assert (report["method"], report["weights"]) == ("fp8", "fp8")
+    assert (report["method"], report["weights"], report["blocks"]) == ("fp8", "fp8", True)

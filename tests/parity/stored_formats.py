@@ -83,11 +83,17 @@ def gptq(group: int, *, v2: bool = False, symmetric: bool = False, shuffled: boo
 
 
 def eight_bits(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes [out, in] of 0 to 255, counted from 128, scales [out, groups] and what they stand for."""
-    parts = weight.unflatten(1, (-1, group if group > 0 else weight.shape[1]))
-    scale = (parts.abs().amax(2) / 127).half()
-    codes = ((parts / scale.float()[..., None]).round() + 128).clamp(0, 255)
-    return codes.flatten(1).long(), scale, ((codes - 128) * scale.float()[..., None]).flatten(1)
+    """Return codes [out, in] of 0 to 255, counted from 128, scales [out, groups] and what they stand for.
+
+    Some scales are below 0, as AutoRound writes them; the last group may have fewer inputs.
+    """
+    groups = groups_of(weight.shape[1], group)
+    parts = [weight[:, groups == each] for each in range(int(groups.max()) + 1)]
+    scale = (torch.stack([part.abs().amax(1) for part in parts], 1) / 127).half()
+    scale[::3] *= -1
+    each = scale.float()[:, groups]
+    codes = ((weight / each).round() + 128).clamp(0, 255)
+    return codes.long(), scale, (codes - 128) * each
 
 
 def gptq8(group: int, *, v2: bool = False) -> Maker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,10 +21,13 @@ from tests.parity.stored_formats import (
     compressed,
     config,
     edit,
+    fp8,
     gptq,
     gptq8,
+    int8_groups,
     made,
     oracle,
+    pack_quantized8,
     store,
 )
 from tests.parity.tiny_models import check_against, oracle_logits, prompts
@@ -56,6 +60,28 @@ def test_one_rank_says_what_the_weights_stand_for(models, tmp_path, kind):
 def test_two_ranks_say_the_same(two_ranks, models, tmp_path, kind):
     model, asked = made(models, tmp_path, "qwen3_moe", kind)
     check(model, gang(two_ranks, asked).generate)
+
+
+@pytest.mark.parametrize("kind", ["gptq 8 bits", "int8 packed groups", "int8 groups"])
+def test_the_last_group_of_eight_bits_may_have_fewer_inputs(two_ranks, models, tmp_path, kind):
+    said = json.loads(json.dumps(FORMATS[kind][0]))
+    of_weights = said["config_groups"]["group_0"]["weights"] if "config_groups" in said else said
+    of_weights["group_size"] = 40
+    make = {"gptq 8 bits": gptq8, "int8 packed groups": pack_quantized8, "int8 groups": int8_groups}[kind](40)
+    store(models("qwen3_moe")[1], tmp_path, said, make)
+    asked = config(tmp_path / "stored", dtype="float32")
+    check(oracle(tmp_path), Stepper(ModelRunner(asked, SoloGroup())).generate)
+    check(oracle(tmp_path), gang(two_ranks, replace(asked, tensor_parallel_size=2)).generate)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("gptq v2 8 bits", 1 << 70), ("deepseek", [1 << 70, 32])])
+def test_groups_and_blocks_may_be_larger_than_weights(models, tmp_path, kind, size):
+    found, make = FORMATS[kind]
+    many = {"weight_block_size": size} if kind == "deepseek" else {"group_size": size}
+    make = fp8((1 << 20, 32), name="weight_scale_inv") if kind == "deepseek" else make
+    store(models("llama")[1], tmp_path, dict(found) | many, make)
+    runner = ModelRunner(config(tmp_path / "stored", dtype="float32"), SoloGroup())
+    check(oracle(tmp_path), Stepper(runner).generate)
 
 
 @pytest.mark.parametrize(
@@ -97,10 +123,11 @@ def test_layers_of_one_model_may_be_held_in_unlike_ways(models, tmp_path):
 
 @pytest.mark.parametrize("method", ["gptq", "auto-round"])
 def test_some_layers_may_have_more_bits_than_others(two_ranks, models, tmp_path, method):
-    """By an expression, or by name; and some are plain."""
+    """By expressions, one for parts of a product or one for each, or by name; and some are plain."""
     four, eight = GPTQ_16 | {"sym": True}, {"bits": 8, "group_size": 32}
     if method == "gptq":
-        unlike = {"+:.*self_attn.*": eight, r".*layers\.1\.mlp\.down_proj": eight, "-:.*layers.0.*down_proj": {}}
+        unlike = {"+:.*[qo]_proj": eight, "+:.*k_proj": dict(eight), "+:.*v_proj": eight | {"sym": True}}
+        unlike |= {r".*layers\.1\.mlp\.down_proj": eight, "-:.*layers.0.*down_proj": {}}
         said = four | {"dynamic": unlike}
     else:
         named = {"model.layers.1.mlp.down_proj": eight, "model.layers.0.mlp.down_proj": {"bits": 16}}

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 COUNTED = ("int4", "int4 zeros", "fp8 channel", "deepseek", "gptq v2", "awq", "nvfp4", "mxfp4", "gptq desc_act")
+COUNTED += ("gptq 8 bits", "gptq v2 8 bits", "int8 groups", "int8 packed", "int8 packed groups")
 
 
 @pytest.mark.parametrize("kind", COUNTED)
@@ -46,7 +47,9 @@ def test_the_plan_counts_codes_scales_and_zeros_to_the_byte(two_ranks, models, t
         assert planned.weight_bytes < as_if_plain.weight_bytes
 
 
-@pytest.mark.parametrize("kind", ["int4 zeros", "gptq desc_act", "awq", "deepseek", "nvfp4"])
+@pytest.mark.parametrize(
+    "kind", ["int4 zeros", "gptq desc_act", "awq", "deepseek", "nvfp4", "gptq 8 bits", "int8 packed"]
+)
 def test_what_is_on_disk_is_in_memory_for_one_product_at_a_time(models, tmp_path, monkeypatch, kind):
     made(models, tmp_path, "llama", kind)
     folder, read, most = open_model(str(tmp_path / "stored")), TensorOnDisk.__getitem__, []

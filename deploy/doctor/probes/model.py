@@ -70,9 +70,14 @@ def _files(place: str) -> dict[str, Any]:
 
 
 def _held(model: ModelConfig) -> dict[str, Any]:
-    """Return how the weights are held, None = plain, and what multiplies here."""
+    """Return how the weights are held, None = plain, and what multiplies here.
+
+    blocks: whether any of them, in eight bits, have scales of blocks or groups.
+    """
     held = model.quantization
-    return {"method": held and held.method, "weights": held and held.weights, "products": read_products()}
+    blocks = held is not None and any(each.block for each in held.all)
+    found = {"method": held and held.method, "weights": held and held.weights, "blocks": blocks}
+    return {**found, "products": read_products()}
 
 
 def _gpus() -> list[Gpu]:

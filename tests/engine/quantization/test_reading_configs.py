@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
+from time import process_time
 from typing import Any
 
 import pytest
@@ -33,9 +34,10 @@ ANYTHING = st.sampled_from(
 )
 MIXED = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a.b": {"quant_algo": "FP8"}}}
 CONFIGS = [
-    GPTQ | {"dynamic": {"-:.*attn.*": {}}, "format": "gptq"},
+    GPTQ | {"modules_in_block_to_quantize": [["mlp.up_proj"]]},
+    GPTQ | {"dynamic": {"-:.*attn.*": {}, "+:.*up.*": {"bits": 8, "group_size": 32}}, "format": "gptq"},
     AWQ | {"modules_to_not_convert": ["x"]},
-    AUTO_ROUND | {"packing_format": "auto_round:auto_gptq", "extra_config": {"a": {"bits": 16}}},
+    AUTO_ROUND | {"packing_format": "auto_round:auto_gptq", "extra_config": {"a": {"bits": 16}, ".*b": {"bits": 8}}},
     MODELOPT | MIXED,
     MODELOPT | {"quant_algo": "NVFP4", "group_size": 16},
     {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"},
@@ -71,12 +73,9 @@ def test_a_field_that_is_anything_is_read_or_refused(config: dict[str, Any], dra
         (GPTQ | {"quant_method": "GPTQ"}, GPTQ),
         (GPTQ | {"checkpoint_format": "gptq", "format": "gptq", "method": "gptq"}, GPTQ),
         (GPTQ | {"format": "gptq_v2"}, GPTQ | {"checkpoint_format": "gptq_v2"}),
-        (
-            GPTQ | {"dynamic": {"lm_head": {}, "model.embed_tokens": {}, "-:.*attn.*": {}}},
-            GPTQ | {"dynamic": {"-:.*attn.*": {}}},
-        ),
         (AWQ | {"format": "gemm", "checkpoint_format": "gemm"}, AWQ | {"version": "GEMM"}),
         (AUTO_ROUND | {"packing_format": "auto_round:auto_gptq"}, GPTQ),
+        (AUTO_ROUND | {"packing_format": "auto_round:gptqmodel"}, GPTQ | {"checkpoint_format": "gptq_v2"}),
         (AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "sym": False}, AWQ),
         (MODELOPT | {"quant_algo": "W4A16_NVFP4"}, MODELOPT | {"quant_algo": "NVFP4", "group_size": 16}),
         (MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, MODELOPT | {"quant_algo": "FP8"}),
@@ -97,6 +96,67 @@ def test_modules_that_qwens_gptq_leaves_plain() -> None:
     assert spec.of("model.layers.0.linear_attn.out_proj") is None
     assert spec.of("model.layers.0.mlp.shared_expert.up_proj") is None
     assert spec.of("model.layers.0.mlp.experts.3.up_proj") is not None
+
+
+def test_of_expressions_of_gptqmodel_the_first_that_fits_a_layer_decides() -> None:
+    """Whether it leaves it plain or overrides something; and it fits from the beginning of the name."""
+    eight = {"bits": 8, "group_size": 32}
+    rules = {
+        r"+:model\.layers\.0\..*attn": {},
+        r".*layers\.[01]\..*q_proj": eight,
+        "-:.*attn.*": {"bits": 16},
+        "layers": eight,
+        r"+:.*layers\.1\.": eight,
+        "-:.*": True,
+    }
+    spec = read(GPTQ | {"dynamic": rules})
+    names = ("0.self_attn.q", "1.self_attn.q", "1.self_attn.k", "1.up")
+    found = {each: spec.of(f"model.layers.{each}_proj") for each in names}
+    held = {each: one and (one.weights, one.group or one.block) for each, one in found.items()}
+    of_eight = ("int8", (1, 32))
+    assert held == {
+        "0.self_attn.q": ("int4", 128),
+        "1.self_attn.q": of_eight,
+        "1.self_attn.k": None,
+        "1.up": of_eight,
+    }
+    assert spec.of("model.layers.2.up_proj") is None
+
+
+def test_an_expression_for_each_of_many_layers_is_compiled_once() -> None:
+    rules = {rf".*layers\.{number}\.mlp\.down_proj": {"bits": 8} for number in range(1000)}
+    spec, before = read(GPTQ | {"dynamic": rules}), process_time()
+    found = [spec.of(f"model.layers.{number}.mlp.up_proj") for number in range(400)]
+    assert all(one and one.weights == "int4" for one in found)
+    assert process_time() - before < 3, "to compile them again for each layer takes several times as long"
+
+
+def test_a_layer_that_autoround_names_has_what_is_said_of_it_whatever_expressions_say() -> None:
+    extra = {
+        ".*down_proj.*": {"bits": 8},
+        "model.layers.0.mlp.down_proj": {"bits": 4},
+        ".*layers.2.*": {"bits": 16},
+        "model.layers.2.mlp.up_proj": {"bits": 8},
+        ".*up_proj": {"bits": 16},
+        "up.*": {"bits": 8},
+    }
+    spec = read(AUTO_ROUND | {"packing_format": "auto_round:auto_gptq", "extra_config": extra})
+    names = ("0.mlp.down", "1.mlp.down", "2.mlp.down", "2.mlp.up", "2.mlp.gate", "3.mlp.up", "3.mlp.gate")
+    found = [spec.of(f"model.layers.{each}_proj") for each in names]
+    assert [one and one.weights for one in found] == ["int4", "int8", "int8", "int8", None, None, "int4"]
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_modules_that_optimum_lists_are_quantised_and_no_others(nested: bool) -> None:
+    names = ["self_attn.o_proj", "experts.1.up_proj"]
+    listed: dict[str, Any] = {"modules_in_block_to_quantize": [[name] for name in names] if nested else names}
+    spec = read(GPTQ | listed | {"dynamic": {"-:.*layers.3.*": {}, ".*layers.2.*up": {"bits": 8}}})
+    assert spec.of("model.layers.0.self_attn.q_proj") is None
+    assert spec.of("model.layers.0.mlp.experts.11.up_proj") is None
+    assert spec.of("model.layers.0.mlp.shared_experts.1.up_proj") is None
+    assert spec.of("model.layers.3.self_attn.o_proj") is None
+    found = (spec.of(f"model.layers.{each}_proj") for each in ("0.self_attn.o", "0.mlp.experts.1.up", "2.mlp.up"))
+    assert [one and one.weights for one in found] == ["int4", "int4", "int8"]
 
 
 def test_a_pattern_that_fits_a_module_leaves_all_inside_it_plain() -> None:
