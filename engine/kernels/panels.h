@@ -20,6 +20,13 @@
 #endif
 #define STEP (WIDE * DEPTH) /* weights of a panel for DEPTH inputs */
 
+/* Rows of x, `stride` apart, and where their results go, `outs` apart. */
+typedef struct {
+    const elem *x;
+    elem *out;
+    long rows, stride;
+} Band;
+
 /* out [rows][stride] = sums [rows][WIDE] * scales (0 = 1) + bias (0 = 0); `wide` outputs of the panel are real. */
 static void finish(const float *sums, const float *scales, const elem *bias, elem *out, long rows, long stride,
                    long wide) {
@@ -41,6 +48,9 @@ static void finish(const float *sums, const float *scales, const elem *bias, ele
 #include "panel_fours.h"
 #include "panel_eights.h"
 #include "panel_groups.h"
+
+#define FEW (2 * MAX_ROWS) /* rows up to which widening again in each pass costs less than a strip does */
+#define WIDE_STRIP 128     /* steps of a strip that is made plain: it stays in the nearest caches */
 
 /* Rows of a band: bands of about one size, so that threads get equal shares; whole passes in all but the last. A band may
  * have a pass more than BAND, less a row. */
