@@ -17,7 +17,7 @@ from engine.kernels.native_linear import NativeBlockLinear, NativeFourBitLinear,
 from engine.kernels.recurrent import StateRows
 from parallel.linear import LinearMethod
 
-SOURCES = ("attention.c", "elementwise.c", "multiply.c", "recurrent.c")
+SOURCES = ("attention.c", "elementwise.c", "recurrent.c")
 
 LANES = 16  # elements of a vector: what sizes must be multiples of
 MOST_TAPS = 8  # of a short convolution, as in recurrent.c
@@ -36,8 +36,7 @@ def why_not_native(head_dim: int, dtype: torch.dtype, device: torch.device) -> s
 
 
 NAMES = (
-    *("rms_norm", "norm_rotate", "silu_gate", "gelu_gate", "attend", "pack", "multiply", "pack8", "multiply8"),
-    *("pack4", "multiply4", "pack8_by_groups", "multiply8_by_groups"),
+    *("rms_norm", "norm_rotate", "silu_gate", "gelu_gate", "attend"),
     *("short_conv", "unit_heads", "outer_product_state"),
 )
 
@@ -48,7 +47,7 @@ def native_library(
     """Return the library for these sizes, or None where it cannot be compiled.
 
     block_size: a multiple of 16. latent: as of `AttentionSpec`, a multiple of 16. matrix_unit: whether the
-    CPU's may be used, if it has one; Linux must allow it (`may_attend`, `may_multiply_by_tiles`).
+    CPU's may be used, if it has one; Linux must allow it (`may_attend`).
     """
     macros = {"HEAD_DIM": head_dim, "BLOCK": block_size, "BF16": int(dtype is torch.bfloat16), "LATENT": latent}
     macros["AMX"] = int(matrix_unit)
@@ -63,24 +62,12 @@ def native_library(
         )
         library.room_of.argtypes = library.part_of.argtypes = (c_int64,)
         library.best_rows.argtypes = library.may_attend.argtypes = ()
-        library.multiplies_by_tiles.argtypes = (c_int64, c_int)
-        library.packing_depth.argtypes = library.may_multiply_by_tiles.argtypes = ()
-        library.pack.argtypes = (c_void_p,) * 2 + (c_int64,) * 2
-        library.multiply.argtypes = (c_void_p, c_int64, *(c_void_p,) * 3, *(c_int64,) * 4, c_int)
-        library.pack8.argtypes = (c_void_p,) * 2 + (c_int64,) * 2
-        library.multiply8.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, *(c_int64,) * 4, c_int)
-        library.pack4.argtypes = (*(c_void_p,) * 2, *(c_int64,) * 2, c_int)
-        library.scales_sums.argtypes = (c_int64, c_int)
-        library.holds_halves.argtypes = ()
-        library.multiply4.argtypes = (c_void_p, c_int64, *(c_void_p,) * 6, *(c_int64,) * 7, c_int)
-        library.pack8_by_groups.argtypes = (*(c_void_p,) * 2, *(c_int64,) * 2, c_int)
-        library.multiply8_by_groups.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, *(c_int64,) * 7, c_int)
         library.short_conv.argtypes = (c_void_p, c_int64, *(c_void_p,) * 7, *(c_int64,) * 5)
         library.unit_heads.argtypes = (c_void_p, c_int64, c_void_p, *(c_int64,) * 3, c_float, c_float, c_int64)
         library.outer_product_state.argtypes = (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 7, *(c_int64,) * 7)
         for name in NAMES:
             getattr(library, name).restype = None
-        for name in ("room_of", "part_of", "best_rows", "piece_size", "packing_depth"):
+        for name in ("room_of", "part_of", "best_rows", "piece_size"):
             getattr(library, name).restype = c_int64
     return library
 
@@ -103,33 +90,34 @@ class NativeKernels(TorchKernels):
     That is sizes that are no multiple of 16, other dtypes and tensors with gaps.
     """
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, threads: int) -> None:
+    def __init__(self, library: ctypes.CDLL, products: ctypes.CDLL, dtype: torch.dtype, threads: int) -> None:
         self._library = library
+        self._products = products
         self._dtype = dtype
         self._threads = threads
 
     @override
     def linear(self, weight: Tensor) -> LinearMethod | None:
-        fits = weight.dtype is self._dtype and NativeLinear.supports(self._library, weight)
-        return NativeLinear(self._library, weight, self._threads) if fits else None
+        fits = weight.dtype is self._dtype and NativeLinear.supports(self._products, weight)
+        return NativeLinear(self._products, weight, self._threads) if fits else None
 
     @override
     def int8_linear(self, weight: Tensor, scale: Tensor) -> LinearMethod | None:
-        if not NativeInt8Linear.supports(self._library, weight):
+        if not NativeInt8Linear.supports(self._products, weight):
             return None
-        return NativeInt8Linear(self._library, weight, scale, self._dtype, self._threads)
+        return NativeInt8Linear(self._products, weight, scale, self._dtype, self._threads)
 
     @override
     def block_linear(self, weight: Tensor, scale: Tensor) -> LinearMethod | None:
         if not NativeBlockLinear.supports(weight, scale):
             return None
-        return NativeBlockLinear(self._library, weight, scale, self._dtype, self._threads)
+        return NativeBlockLinear(self._products, weight, scale, self._dtype, self._threads)
 
     @override
     def four_bit_linear(self, weight: FourBits) -> LinearMethod | None:
-        if not NativeFourBitLinear.supports(self._library, weight):
+        if not NativeFourBitLinear.supports(self._products, weight):
             return None
-        return NativeFourBitLinear(self._library, weight, self._dtype, self._threads)
+        return NativeFourBitLinear(self._products, weight, self._dtype, self._threads)
 
     @override
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

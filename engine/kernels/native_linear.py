@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from ctypes import c_int, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from engine.kernels.base import E4M3, FourBits
+from engine.kernels.compiler import load_library
 from parallel.linear import LinearMethod
 
 WIDE = 64  # outputs of one panel of packed weights, as in multiply.c
@@ -25,6 +27,28 @@ HELD = (
 EXPONENT, EXPONENT_AT = 0x7F800000, 23  # of fp32
 ONE = 127  # as an exponent
 LEAST_GROUP = 32  # inputs of eight bits that share a scale: of fewer, scales would take as much as the weight
+
+
+def product_library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """Return the products of activations in `dtype`, float32 or bfloat16, or None where they cannot be compiled.
+
+    They are the same for every model, and take most of the time that compiling takes.
+    """
+    library = load_library(("multiply.c",), {"BF16": int(dtype is torch.bfloat16), "AMX": 1})
+    if library is not None:
+        library.may_multiply_by_tiles.argtypes = library.packing_depth.argtypes = library.holds_halves.argtypes = ()
+        library.multiplies_by_tiles.argtypes = library.scales_sums.argtypes = (c_int64, c_int)
+        library.packing_depth.restype = c_int64
+        sizes = (c_int64,) * 2
+        library.pack.argtypes = library.pack8.argtypes = (c_void_p, c_void_p, *sizes)
+        library.pack4.argtypes = library.pack8_by_groups.argtypes = (c_void_p, c_void_p, *sizes, c_int)
+        library.multiply.argtypes = (c_void_p, c_int64, *(c_void_p,) * 3, *(c_int64,) * 4, c_int)
+        library.multiply8.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, *(c_int64,) * 4, c_int)
+        library.multiply4.argtypes = (c_void_p, c_int64, *(c_void_p,) * 6, *(c_int64,) * 7, c_int)
+        library.multiply8_by_groups.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, *(c_int64,) * 7, c_int)
+        for name in ("", "8", "4", "8_by_groups"):
+            getattr(library, f"pack{name}").restype = getattr(library, f"multiply{name}").restype = None
+    return library
 
 
 class _PanelLinear(LinearMethod):

@@ -10,6 +10,7 @@ import torch
 from engine.device.gpu import why_no_triton
 from engine.kernels.base import Kernels, TorchKernels
 from engine.kernels.native import NativeKernels, native_library, why_not_native
+from engine.kernels.native_linear import product_library
 from engine.kernels.native_sampler import NativeDraws, draw_library
 from engine.sampling.gumbel import TokenDraws
 
@@ -22,13 +23,14 @@ def select_kernels(head_dim: int, dtype: torch.dtype, device: torch.device) -> K
         return _on_cuda(device)
     reason = why_not_native(head_dim, dtype, device)
     library = None if reason else native_library(head_dim, dtype)
-    if library is None:
+    products = None if library is None else product_library(dtype)
+    if library is None or products is None:
         logger.info(
             "kernels: torch's operations%s", f"; the compiled ones cannot be used: {reason}" if reason else ""
         )
         return TorchKernels()
     logger.info("kernels: compiled for this CPU")
-    return NativeKernels(library, dtype, torch.get_num_threads())
+    return NativeKernels(library, products, dtype, torch.get_num_threads())
 
 
 def select_draws(device: torch.device) -> TokenDraws | None:

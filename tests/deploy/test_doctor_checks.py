@@ -29,7 +29,7 @@ from deploy.doctor.machine import (
 from deploy.doctor.network import check_port, hub, port_free, ray_cluster
 from deploy.doctor.packages import check_shadowed, check_versions, package_versions, python_version, shadowed
 from engine.kernels.compiler import isas
-from engine.kernels.native import native_library
+from engine.kernels.native_linear import product_library
 
 HOME = Path("/srv/squadron")
 OWN = dict.fromkeys(("parallel", "engine", "cluster", "deploy"), HOME)
@@ -267,7 +267,7 @@ def test_a_probe_of_weights_that_fails_is_told():
 def test_the_probe_of_weights_says_what_this_machine_runs():
     found = ask("weights", seconds=120.0)
     if not found["gpu"]:
-        compiled = native_library(64, torch.float32) is not None
+        compiled = product_library(torch.float32) is not None
         assert found["compiled"] == ((isas() or ["this CPU"])[-1] if compiled else None)
 
 

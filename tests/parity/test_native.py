@@ -16,7 +16,8 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kernels import compiler
 from engine.kernels.base import TorchKernels
-from engine.kernels.native import SOURCES, NativeKernels, native_library
+from engine.kernels.native import SOURCES, NativeKernels
+from engine.kernels.native_linear import product_library
 from engine.kernels.select import select_kernels
 from engine.worker.runner import ModelRunner
 from parallel import c_library
@@ -134,7 +135,7 @@ def test_an_odd_width_is_left_to_others_where_inputs_are_taken_in_pairs(kernels)
     native, dtype = kernels
     weight, x = torch.randn(64, 63).to(dtype), torch.randn(3, 63).to(dtype)
     method = native.linear(weight)
-    if native_library(64, dtype).packing_depth() == 2:
+    if product_library(dtype).packing_depth() == 2:
         assert method is None
     else:
         close(method.apply(x, None), F.linear(x, weight), dtype)
@@ -256,7 +257,8 @@ def test_the_kernels_share_torchs_threads_instead_of_bringing_a_second_pool():
     program = (
         "import re, torch, pathlib\n"
         "from engine.kernels.native import native_library\n"
-        "assert native_library(16, torch.float32)\n"
+        "from engine.kernels.native_linear import product_library\n"
+        "assert native_library(16, torch.float32) and product_library(torch.float32)\n"
         "torch.zeros(1 << 20).add_(1)\n"
         "print(*set(re.findall(r'/\\S*/lib[gi]?omp\\S*', pathlib.Path('/proc/self/maps').read_text())))\n"
     )
@@ -396,7 +398,7 @@ def test_complaints_in_any_encoding_are_quoted(monkeypatch, tmp_path, caplog, no
 def test_processes_that_build_at_once_all_get_the_library(tmp_path):
     program = (
         "from engine.kernels.native import SOURCES, load_library\n"
-        "assert load_library(SOURCES, {'HEAD_DIM': 16, 'BLOCK': 16, 'BF16': 0, 'LATENT': 0}).packing_depth() < 3"
+        "assert load_library(SOURCES, {'HEAD_DIM': 16, 'BLOCK': 16, 'BF16': 0, 'LATENT': 0}).best_rows() > 0"
     )
     environment = {**os.environ, "HOME": str(tmp_path)}
     processes = [subprocess.Popen([sys.executable, "-c", program], env=environment) for _ in range(3)]

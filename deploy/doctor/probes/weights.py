@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from engine.kernels.compiler import chosen_isa, isas
-from engine.kernels.native import native_library
+from engine.kernels.native_linear import product_library
 from engine.quantization.fp8 import LEAST_CAPABILITY
 
 
@@ -19,7 +19,7 @@ def read() -> dict[str, Any]:
     """
     if torch.cuda.is_available():
         return {"gpu": True, "fp8": torch.cuda.get_device_capability(0) >= LEAST_CAPABILITY}
-    compiled = native_library(64, torch.float32) is not None
+    compiled = product_library(torch.float32) is not None
     isa = chosen_isa()
     widest = (isas() or ["this CPU"])[-1] if isa == "native" else isa
     return {"gpu": False, "fp8": False, "compiled": widest if compiled else None}

@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.kernels import compiler
 from engine.kernels.base import LARGEST_E4M3, FourBits, TorchKernels, quantise_rows
-from engine.kernels.native import native_library
-from engine.kernels.native_linear import NativeInt8Linear, NativeLinear
+from engine.kernels.native_linear import NativeInt8Linear, NativeLinear, product_library
 from engine.kernels.onednn import PackedLinear
 from engine.quantization.fp8 import Fp8Linear
 from engine.quantization.int8 import Int8Linear, TorchInt8Linear
@@ -135,7 +134,7 @@ def test_fp8_of_no_rows_has_no_rows() -> None:
 
 
 def native(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> NativeInt8Linear:
-    library = native_library(64, dtype)
+    library = product_library(dtype)
     if library is None or not NativeInt8Linear.supports(library, weight):
         pytest.skip("no C compiler on this machine")
     return NativeInt8Linear(library, weight, scale, dtype, 1)
@@ -195,7 +194,7 @@ def test_the_sums_are_bit_for_bit_those_of_the_plain_product_with_whole_numbers(
     weight[0, :2] = torch.tensor([-128, 127])
     found, plain = (
         native(weight, torch.ones(130), dtype),
-        NativeLinear(native_library(64, dtype), weight.to(dtype), 1),
+        NativeLinear(product_library(dtype), weight.to(dtype), 1),
     )
     for rows in ROWS:
         x = normal(rows, width, dtype=dtype)

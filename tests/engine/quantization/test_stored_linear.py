@@ -11,8 +11,7 @@ from torch import Tensor
 from engine.errors import CheckpointError, ConfigError
 from engine.kernels import compiler
 from engine.kernels.base import FourBits, GroupedProduct, Kernels, TorchKernels
-from engine.kernels.native import native_library
-from engine.kernels.native_linear import NativeBlockLinear, NativeFourBitLinear, NativeLinear
+from engine.kernels.native_linear import NativeBlockLinear, NativeFourBitLinear, NativeLinear, product_library
 from engine.kernels.select import select_kernels
 from engine.layers.base import Build
 from engine.layers.mlp import Gate
@@ -158,7 +157,7 @@ def test_four_bits_multiply_as_the_weights_that_they_stand_for(monkeypatch, isa,
     zero = None if zeros is None else torch.full((outs, ins // group), 8, dtype=torch.uint8)
     if zeros and zero is not None:
         zero = torch.randint(0, 17, zero.shape, generator=generator).to(torch.uint8)
-    library, single = native_library(64, dtype), native_library(64, torch.float32)
+    library, single = product_library(dtype), product_library(torch.float32)
     if library is None or single is None:
         pytest.skip("there is no compiler")
     weight = FourBits(codes, scale, zero, of_all)
@@ -196,7 +195,7 @@ def test_eight_bits_multiply_as_the_weights_that_they_stand_for(monkeypatch, isa
     Every number of the kind is among the weights.
     """
     monkeypatch.setenv(compiler.ISA_VARIABLE, isa)
-    library, single = native_library(64, dtype), native_library(64, torch.float32)
+    library, single = product_library(dtype), product_library(torch.float32)
     if library is None or single is None:
         pytest.skip("there is no compiler")
     numbers = torch.tensor([code for code in range(256) if kind == "int8" or code & 127 != 127], dtype=torch.uint8)
@@ -342,7 +341,7 @@ def test_what_rounds_otherwise_is_described_otherwise() -> None:
     layer, _ = filled(INT4, torch.bfloat16)
     choose_products(layer, TorchKernels())
     assert len(set(found)) == 6
-    library = native_library(64, torch.bfloat16)
+    library = product_library(torch.bfloat16)
     kinds = 1 if library is None or library.packing_depth() == 1 else 2  # of how many inputs are taken at a time
     assert library is None or len(set(native_descriptions())) == 4 * kinds
     assert not isinstance(layer.method, TorchInt4Linear) or layer.method.describe() not in found
