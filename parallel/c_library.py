@@ -12,9 +12,11 @@ import signal
 import stat
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
+
+from parallel.file_lock import locked
 
 logger = logging.getLogger(__name__)
 
@@ -52,16 +54,43 @@ def _load_kept(command: Sequence[str], fingerprint: str) -> ctypes.CDLL | None:
     folder = cache_folder("kernels")
     if folder is None:
         return None
+    library = folder / f"{fingerprint}.so"
+    if (loaded := _loaded(library)) is not None:
+        return loaded
     try:
-        library = folder / f"{fingerprint}.so"
-        # One that does not load comes of a host with another C library, or was cut short when its host went down.
-        with contextlib.suppress(OSError):
-            if is_private(library):
-                return ctypes.CDLL(str(library))
-        return _build(command, library)
+        with _alone(library.with_suffix(".lock")):
+            return _loaded(library) or _build(command, library)
     except OSError as error:  # full, or mounted without permission to execute
         logger.info("libraries cannot be kept in %s, every process builds its own: %s", folder, error)
         return None
+
+
+def _loaded(library: Path) -> ctypes.CDLL | None:
+    """Return a library that is there, None for none, or for one that does not load.
+
+    Such a one comes of a host with another C library, or was cut short when its host went down.
+    """
+    with contextlib.suppress(OSError):
+        if is_private(library):
+            return ctypes.CDLL(str(library))
+    return None
+
+
+@contextlib.contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Wait while another process builds the same, as all ranks do at a first start.
+
+    Where that takes too long, or cannot be told, all build: each writes the library in one move.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(locked(lock, TIMEOUT))
+        except OSError as error:
+            logger.info("libraries are built without a look at other processes: %s", error)
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def _build(command: Sequence[str], library: Path) -> ctypes.CDLL:

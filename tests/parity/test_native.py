@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -395,14 +396,20 @@ def test_complaints_in_any_encoding_are_quoted(monkeypatch, tmp_path, caplog, no
 
 
 @needs_compiler
-def test_processes_that_build_at_once_all_get_the_library(tmp_path):
+def test_processes_that_build_at_once_all_get_the_library_and_one_compiles_it(tmp_path):
+    compiler, runs = tmp_path / "bin" / "gcc", tmp_path / "runs"
+    compiler.parent.mkdir()
+    compiler.write_text(f'#!/bin/sh\necho run >> {runs}\nexec {shutil.which("gcc") or shutil.which("cc")} "$@"\n')
+    compiler.chmod(0o755)
     program = (
         "from engine.kernels.native import SOURCES, load_library\n"
         "assert load_library(SOURCES, {'HEAD_DIM': 16, 'BLOCK': 16, 'BF16': 0, 'LATENT': 0}).best_rows() > 0"
     )
-    environment = {**os.environ, "HOME": str(tmp_path)}
+    path = f"{compiler.parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "HOME": str(tmp_path), "PATH": path}
     processes = [subprocess.Popen([sys.executable, "-c", program], env=environment) for _ in range(3)]
     assert [process.wait(60) for process in processes] == [0, 0, 0]
+    assert runs.read_text().split() == ["run"]
     assert [path.suffix for path in (tmp_path / ".cache/squadron/kernels").iterdir()] == [".so"]
 
 
