@@ -26,7 +26,7 @@ from tests.bench.machine import provenance
 from tests.bench.random_model import OF_06B, save_random_model
 
 SIZES = {**OF_06B, "vocab_size": 32_768}
-STORED = ("int8", "int4", "fp8 channel", "deepseek", "gptq", "awq", "nvfp4", "mxfp4")
+STORED = ("int8", "int8 packed groups", "int4", "fp8 channel", "deepseek", "gptq", "awq", "nvfp4", "mxfp4")
 MADE: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
     "int8 at load": {"quantization": "int8"},
