@@ -25,11 +25,12 @@ def stop_agents():
     while len(stopped) < len(AGENTS) and not started.wait(0.01):
         for process in psutil.Process().children(recursive=True):
             try:
-                words = " ".join(process.cmdline()[:3])
+                words = process.cmdline()[:3]
             except psutil.NoSuchProcess:
                 continue
+            # The end of a word: what is only forked yet has this program in its command.
             for agent in AGENTS:
-                if agent in words and agent not in stopped:
+                if any(word.endswith(agent) for word in words) and agent not in stopped:
                     process.suspend()
                     stopped[agent] = process
 
