@@ -17,7 +17,7 @@ import psutil
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from deploy.cli.processes import kill_all
-from tests.e2e.harness import App, eventually, free_port
+from tests.e2e.harness import APP, App, eventually, free_port
 from tests.lifetime import DIE_WITH_PARENT
 
 SQUADRON = "from deploy.main import main; main()"
@@ -151,8 +151,14 @@ class RayHead:
 
     def processes(self, job: str) -> list[psutil.Process]:
         """Processes of a job's driver."""
-        found = psutil.Process(self._process.pid).children(recursive=True)
-        return [one for one in found if SQUADRON in _command(one) and "batch" in _command(one)]
+        return [one for one in self._started() if SQUADRON in _command(one) and "batch" in _command(one)]
+
+    def routers(self) -> set[psutil.Process]:
+        """Processes of the app's routers; those of another Ray of this process are none of the head's."""
+        return {one for one in self._started() if f"ray::ServeReplica:{APP}:Router" in " ".join(_command(one))}
+
+    def _started(self) -> list[psutil.Process]:
+        return psutil.Process(self._process.pid).children(recursive=True)
 
 
 def _command(process: psutil.Process) -> list[str]:

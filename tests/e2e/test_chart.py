@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from deploy.probe import PROBES, Probe, trouble
-from tests.e2e.harness import App, eventually, free_port, processes
+from tests.e2e.harness import App, eventually, free_port
 from tests.e2e.ray_head import RayHead
 from tests.helm.rendered import EXAMPLES, Helm, serve_config
 from tests.helm.tools import NoTools
@@ -55,21 +55,21 @@ def pids(app: App) -> set[int]:
     return {pid for replica in app.ready()["replicas"] for pid in replica["pids"]}
 
 
-def routers() -> set[int]:
-    return set(processes("ray::ServeReplica:squadron:Router"))
-
-
 @pytest.mark.timeout(300)
 def test_other_numbers_start_and_stop_copies_and_restart_none(
     app: App, head: RayHead, config: dict[str, Any]
 ) -> None:
-    replicas, router = pids(app), routers()
+    replicas, router = pids(app), head.routers()
     head.apply(rendered_config("models[0].replicas=3,app.routers=2"), app.port)
-    eventually(lambda: len(app.ready()["replicas"]) == 3 and len(routers()) == 2, "three replicas, two routers", 150)
+    eventually(
+        lambda: len(app.ready()["replicas"]) == 3 and len(head.routers()) == 2, "three replicas, two routers", 150
+    )
     assert replicas < pids(app)
-    assert router < routers()
+    assert router < head.routers()
     head.apply(config, app.port)
-    eventually(lambda: len(app.ready()["replicas"]) == 2 and len(routers()) == 1, "two replicas, one router", 150)
+    eventually(
+        lambda: len(app.ready()["replicas"]) == 2 and len(head.routers()) == 1, "two replicas, one router", 150
+    )
 
 
 def test_the_pods_probes_find_it_well(app: App, head: RayHead) -> None:
@@ -87,9 +87,9 @@ def test_other_bounds_of_autoscaling_restart_no_replica_nor_router_apart(head: R
     """With those of the chart a policy runs in Serve's controller that was named in the config."""
     scaled = "autoscaling.enabled=true,models[0].max_replicas=2,workerGroups[1].name=front,routers.workerGroup=front"
     with head.serving(rendered_config(f"{scaled},models[0].replicas=2,models[0].downscale_delay_s=3600")) as app:
-        before, router = pids(app), routers()
+        before, router = pids(app), head.routers()
         more = "models[0].replicas=3,models[0].min_replicas=3,models[0].downscale_delay_s=3600"
         head.apply(rendered_config(f"{scaled},models[0].max_replicas=4,{more}"), app.port)
         eventually(lambda: len(app.ready()["replicas"]) == 3, "a third replica", 90)
         assert before < pids(app)
-        assert routers() == router
+        assert head.routers() == router
