@@ -42,13 +42,17 @@ INLINE void multiply_rows8(const int rows, const int kind, const input *x, long 
                 const uint8_t *from = (const uint8_t *)panel->words + (start + step) * STEP + c * RUN;
                 __builtin_prefetch(from + FAR, 0, 2);
                 LEFT_IN_MEMORY(scales);
+                run weights[MOST_COLS]; /* before the rows, so that each input is spread over a register once */
 #pragma GCC unroll 8
                 for (int v = 0; v < cols; v++) {
-                    const run weights = eights(kind, from + v * RUN, scales[v]);
-                    if (kept) put_made(kept + step * STEP + (c + v) * RUN, weights);
-#pragma GCC unroll 8
-                    for (int r = 0; r < rows; r++) sum[r][v] = times(x + r * stride + step * DEPTH, weights, sum[r][v]);
+                    weights[v] = eights(kind, from + v * RUN, scales[v]);
+                    if (kept) put_made(kept + step * STEP + (c + v) * RUN, weights[v]);
                 }
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+                    for (int v = 0; v < cols; v++)
+                        sum[r][v] = times(x + r * stride + step * DEPTH, weights[v], sum[r][v]);
             }
         }
         for (int r = 0; r < rows; r++)

@@ -121,14 +121,17 @@ INLINE void multiply_rows4(const int rows, const int kind, const input *x, long 
 #pragma GCC unroll 8
                 for (int at = 0; at < WORD; at++) {
                     LEFT_IN_MEMORY(shared);
+                    run weights[MOST_COLS]; /* before the rows, so that each input is spread over a register once */
 #pragma GCC unroll 8
                     for (int v = 0; v < cols; v++) {
-                        const run weights = weights_of(kind, words[v], at, &shared[v]);
-                        if (kept) put_made(kept + (word + at) * STEP + (c + v) * RUN, weights);
-#pragma GCC unroll 8
-                        for (int r = 0; r < rows; r++)
-                            sum[r][v] = times(x + r * stride + (word + at) * DEPTH, weights, sum[r][v]);
+                        weights[v] = weights_of(kind, words[v], at, &shared[v]);
+                        if (kept) put_made(kept + (word + at) * STEP + (c + v) * RUN, weights[v]);
                     }
+#pragma GCC unroll 8
+                    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+                        for (int v = 0; v < cols; v++)
+                            sum[r][v] = times(x + r * stride + (word + at) * DEPTH, weights[v], sum[r][v]);
                 }
             }
         }
