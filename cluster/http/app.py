@@ -91,8 +91,7 @@ def build_app(
     seconds for which answers that are to be kept are, after their end; 0 = none is. copies: of them, for other
     routers; None = nobody has any.
     drain: announces that a node ends (`POST /drain`); None = there are no nodes. sleeping: puts each model to sleep;
-    None = the server has no sleep mode. root_path: below which clients find it, as its document
-    says.
+    None = the server has no sleep mode. root_path: below which clients find it, as its document says.
     """
     tenancy = tenancy or Tenancy()
     metrics.register(TenantCollector(tenancy, models, metrics))

@@ -47,41 +47,26 @@ INLINE void multiply_codes(const int rows, const int kind, const input *x, long 
         multiply_rows4(rows, kind, x, stride, panel, start, steps, kept, sums);
 }
 
-/* As multiply_panel, for a panel of codes that is read again for each pass of rows. */
-INLINE void multiply_read(const int kind, Band band, const Codes *panel, const elem *bias, long outs, long wide) {
+/* As multiply_panel, for a panel of codes. keep: the first pass over the rows keeps what it reads for the others, a strip at
+ * a time; otherwise each pass reads again. */
+INLINE void multiply_read(const int kind, const int keep, Band band, const Codes *panel, const elem *bias, long outs,
+                          long wide) {
+    const long strip = keep ? WIDE_STRIP : STRIP;
     ALIGNED float sums[(BAND + TILE_ROWS) * WIDE], room[WIDENS ? MAX_ROWS * STRIP : 1];
+    ALIGNED made kept[keep ? WIDE_STRIP * STEP : 1];
     int size;
-    for (long start = 0; start < panel->steps; start += STRIP) {
-        const long steps = panel->steps - start < STRIP ? panel->steps - start : STRIP;
-        const elem *x = band.x + start * DEPTH;
-        for (long r = 0; r < band.rows; r += size) {
-            long apart = band.stride;
-            BY_ROWS(band.rows - r, size, {
-                const input *from = rows_as_input(ROWS, x + r * band.stride, &apart, steps, room);
-                multiply_codes(ROWS, kind, from, apart, panel, start, steps, 0, sums + r * WIDE);
-            })
-        }
-    }
-    finish(sums, panel->of_outputs, bias, band.out, band.rows, outs, wide);
-}
-
-/* The same, the first pass of rows keeping what it has read for the others, a strip at a time. */
-INLINE void multiply_kept(const int kind, Band band, const Codes *panel, const elem *bias, long outs, long wide) {
-    ALIGNED float sums[(BAND + TILE_ROWS) * WIDE], room[WIDENS ? MAX_ROWS * WIDE_STRIP : 1];
-    ALIGNED made kept[WIDE_STRIP * STEP];
-    int size;
-    for (long start = 0; start < panel->steps; start += WIDE_STRIP) {
-        const long steps = panel->steps - start < WIDE_STRIP ? panel->steps - start : WIDE_STRIP;
+    for (long start = 0; start < panel->steps; start += strip) {
+        const long steps = panel->steps - start < strip ? panel->steps - start : strip;
         const elem *x = band.x + start * DEPTH;
         for (long r = 0; r < band.rows; r += size) {
             long apart = band.stride;
             float *to = sums + r * WIDE;
             BY_ROWS(band.rows - r, size, {
                 const input *from = rows_as_input(ROWS, x + r * band.stride, &apart, steps, room);
-                if (r)
+                if (keep && r)
                     multiply_rows(ROWS, MADE, from, apart, kept, 0, steps, start == 0, to, 0, 0);
                 else
-                    multiply_codes(ROWS, kind, from, apart, panel, start, steps, kept, to);
+                    multiply_codes(ROWS, kind, from, apart, panel, start, steps, keep ? kept : 0, to);
             })
         }
     }
@@ -90,7 +75,7 @@ INLINE void multiply_kept(const int kind, Band band, const Codes *panel, const e
 
 #define KEPT(name, kind)                                                                                            \
     static NOINLINE void name(Band band, const Codes *panel, const elem *bias, long outs, long wide) {              \
-        multiply_kept(kind, band, panel, bias, outs, wide);                                                         \
+        multiply_read(kind, 1, band, panel, bias, outs, wide);                                                      \
     }
 KEPT(keep_floats, EIGHT_FLOATS)
 KEPT(keep_bytes, EIGHT_WHOLE)
@@ -148,7 +133,7 @@ INLINE void multiply_fours(const int kind, int tiled, Band band, const Codes *fo
         keep_fours(band, fours, bias, outs, wide);
 #else
     if (band.rows <= READ_AGAIN)
-        multiply_read(kind, band, fours, bias, outs, wide);
+        multiply_read(kind, 0, band, fours, bias, outs, wide);
     else
         (kind == FLOATS ? keep_e2m1 : kind == OFFSET ? keep_offset : keep_whole)(band, fours, bias, outs, wide);
 #endif
@@ -168,7 +153,7 @@ INLINE void multiply_eights(const int kind, int tiled, Band band, const Codes *e
         (few ? look_up_bytes : keep_bytes)(band, eights, bias, outs, wide);
 #else
     if (band.rows <= (kind == EIGHT_FLOATS ? READ_FLOATS_AGAIN : READ_AGAIN))
-        multiply_read(kind, band, eights, bias, outs, wide);
+        multiply_read(kind, 0, band, eights, bias, outs, wide);
     else
         (kind == EIGHT_FLOATS ? keep_floats : keep_bytes)(band, eights, bias, outs, wide);
 #endif

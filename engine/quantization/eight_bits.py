@@ -52,8 +52,8 @@ def scaled_by_blocks(weight: Tensor, scale: Tensor, shares: tuple[int, int]) -> 
 def check_sizes(spec: QuantizationSpec, name: str, weight: ShardedParameter) -> None:
     """Raise `CheckpointError` where no weight of the layer `name` is stored so. weight: the plain one."""
     ins = weight.full_shape()[1]
-    for outs in parts_of(weight):
-        if spec.is_gptq and (outs % PER_WORD or ins % PER_WORD):
+    for outs in parts_of(weight) if spec.is_gptq else ():
+        if outs % PER_WORD or ins % PER_WORD:
             raise CheckpointError(
                 f"{FIELD}: {name} cannot be stored so: of {outs} outputs and {ins} inputs, {PER_WORD} of each lie in "
                 "one int32"

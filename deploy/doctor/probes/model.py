@@ -75,9 +75,12 @@ def _held(model: ModelConfig) -> dict[str, Any]:
     blocks: whether any of them, in eight bits, have scales of blocks or groups.
     """
     held = model.quantization
-    blocks = held is not None and any(each.block for each in held.all)
-    found = {"method": held and held.method, "weights": held and held.weights, "blocks": blocks}
-    return {**found, "products": read_products()}
+    return {
+        "method": held and held.method,
+        "weights": held and held.weights,
+        "blocks": held is not None and any(each.block for each in held.all),
+        "products": read_products(),
+    }
 
 
 def _gpus() -> list[Gpu]:
