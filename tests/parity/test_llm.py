@@ -89,6 +89,18 @@ def test_prompts_chunked_beside_decodes_match_transformers(folder, oracle):
         check(oracle, small_steps.generate(prompts(6, longest=60, seed=1), GREEDY))
 
 
+def test_yarn_beyond_the_length_of_config_json_matches_transformers(folder, oracle):
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+    asked = [prompt * 2 for prompt in prompts(3, longest=24, seed=8)]
+    with open_llm(folder, hf_overrides={"max_position_embeddings": 20, "rope_parameters": rope}) as long:
+        assert long.info.config.max_model_len == 64
+        results = long.generate(asked, GREEDY)
+    config = transformers.AutoConfig.from_pretrained(folder, max_position_embeddings=20, rope_parameters=rope)
+    stretched = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    stretched.load_state_dict(oracle.state_dict())
+    check(stretched, results)
+
+
 def test_cached_prefixes_match_transformers(llm, oracle):
     shared = prompts(1, longest=40, seed=2)[0] + [9] * 12
     asked = [[*shared, *tail] for tail in prompts(4, longest=5, seed=3)]
