@@ -80,6 +80,7 @@ MODEL = {
     "--hf-token": Advice("Set HF_TOKEN, or log in with `hf auth login`"),
     "--model-class-overrides": Advice(NO_CLASSES),
     "--pooler-config": Advice("Use --embedding-pooling last or mean"),
+    "--sleep-mode-backend": Advice("Memory is given back by torch: leave it out", holds=("cumem",)),
     "--sleep-mode-offload-cudagraph": Advice("Graphs are dropped for sleep and captured again: leave it out"),
     "--sleep-preserve-parameter-names": Advice("`LLM.sleep` keeps all parameters by name: leave it out"),
     "--enable-cumem-allocator": Advice("Memory is allocated by torch: leave it out", off=True),
@@ -231,7 +232,6 @@ LOGGING = {
     "--logging-config": Advice("Use --log-format json, and --verbose for Ray's own logs"),
     "--log-level": Advice("Use --verbose for Ray's own logs"),
     "--log-config-file": Advice("Use --log-format json, and --verbose for Ray's own logs"),
-    "--disable-log-requests": Advice("Requests are not logged without --enable-log-requests", on=True),
     "--disable-log-stats": Advice("Statistics are not logged: /metrics has them", on=True),
     "--aggregate-engine-logging": Advice("Statistics are not logged: /metrics sums up all replicas"),
     "--enable-logging-iteration-details": Advice("Steps are not logged: /metrics counts them", off=True),
@@ -279,6 +279,7 @@ COMPILATION = {
     "--linear-backend": Advice(CHOSEN, holds=("auto",)),
     "--sparse-indexer-topk-backend": Advice(CHOSEN, holds=("auto",)),
     "--kernel-config": Advice(CHOSEN),
+    "--monokernel": Advice(CHOSEN, off=True),
 }
 VLLM = {
     "--speculative-config": Advice("There is no speculative decoding"),
@@ -295,6 +296,7 @@ VLLM = {
     "--aux-output-config": Advice("A request asks for logprobs or token ids: leave it out"),
     "--weight-transfer-config": Advice("Give the new weights as a folder and update the app: it rolls"),
     "--shutdown-timeout": Advice("Use --drain-timeout"),
+    "--watchdog-config": Advice("--step-timeout ends a replica whose rank hangs; `py-spy dump` shows where one is"),
 }
 FRONTEND = {
     "--headless": Advice(BY_RAY),
@@ -304,6 +306,7 @@ FRONTEND = {
     "--trust-request-chat-template": Advice("Templates of requests are refused: use --chat-template", off=True),
     "--trust-request-mm-kwargs": Advice(TEXT_ONLY, off=True),
     "--default-chat-template-kwargs": Advice("A request sets enable_thinking in chat_template_kwargs"),
+    "--reasoning-effort-map": Advice("A chat template gets reasoning_effort as the request has it: --chat-template"),
     "--response-role": Advice("Answers are always of the role assistant", holds=("assistant",)),
     "--return-tokens-as-token-ids": Advice("A request asks for it with the field of that name", off=True),
     "--enable-auto-tool-choice": Advice("--tool-call-parser is enough", on=True, needs="--tool-call-parser"),
