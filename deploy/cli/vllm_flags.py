@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from deploy.cli.vllm_advice import ADVICE, SHORT, Advice
 from engine.errors import ConfigError
+from engine.vllm_advice import ADVICE, SHORT, Advice
 
 # Other spellings of our flags, by setting. Those in full are vLLM's for the same thing.
 ALIASES: Mapping[str, tuple[str, ...]] = {
@@ -124,15 +124,9 @@ def without_vllms(settings: Mapping[str, Any], own: Collection[str]) -> dict[str
         advice = ADVICE.get(positive)
         if advice is None:
             kept[ours.get(key, key)] = value
-        elif not _holds(advice, value) or (advice.needs and advice.needs[2:].replace("-", "_") not in names):
+        elif not advice.allows(value) or (advice.needs and advice.needs[2:].replace("-", "_") not in names):
             raise ConfigError(f"there is no setting {written.replace('-', '_')}: {advice.text}", key)
     return kept
-
-
-def _holds(advice: Advice, value: Any) -> bool:
-    if isinstance(value, bool):
-        return advice.on if value else advice.off
-    return str(value) in advice.holds
 
 
 def _before_rest(arguments: Sequence[str]) -> Iterator[str]:
@@ -152,7 +146,7 @@ def _dashed(argument: str) -> str:
 
 
 def _opposite(argument: str, known: Collection[str]) -> str:
-    """Return the `--no-...` of a known flag for its opposite, `--disable-x` of `--enable-x` or the other way round."""
+    """Return the `--no-...` of a known flag for its opposite: `--disable-x` of `--enable-x`, or the reverse."""
     for prefix, inverse in (("--disable-", "--enable-"), ("--enable-", "--disable-")):
         positive = inverse + argument.removeprefix(prefix)
         if argument.startswith(prefix) and argument not in known and positive in known:

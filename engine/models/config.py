@@ -258,7 +258,7 @@ def _max_positions(hf: HFConfig) -> int:
         stretched = positive(rope, "factor", trained / original, where) * original
         if not 1 <= stretched <= MAX_INTEGER:
             raise CheckpointError(
-                f"{where}: factor x {field} must be from 1 to {MAX_INTEGER} tokens, not {stretched:g}; factor 4.0 is usual"
+                f"{where}: factor x {field} must be 1 to {MAX_INTEGER} tokens, not {stretched:g}; factor 4.0 is usual"
             )
         return round(stretched)
     return trained

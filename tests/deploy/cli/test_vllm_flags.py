@@ -19,12 +19,12 @@ from cluster.config import ClusterConfig, parse_config
 from deploy import main as cli
 from deploy.cli.flags import SEVERAL_KEYS, in_flags
 from deploy.cli.settings_file import load_settings, merge_settings
-from deploy.cli.vllm_advice import ADVICE, SHORT
 from deploy.cli.vllm_commands import VARIABLES
 from deploy.cli.vllm_flags import advice_on, our_spelling
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.near_name import near_name
+from engine.vllm_advice import ADVICE, SHORT
 from tests.deploy.cli.vllm_list import PYTHON, installed_list, stored_list
 
 FLAGS = [names for group in stored_list()["groups"].values() for names in group if "--help" not in names]

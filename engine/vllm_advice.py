@@ -1,4 +1,4 @@
-"""What to do here for flags of `vllm serve` that are none of ours, grouped as vLLM groups them.
+"""What to do here for flags of `vllm serve`, and arguments of its `LLM`, that are none of ours, grouped as there.
 
 Source: https://docs.vllm.ai/en/latest/cli/serve; tests/deploy/cli/vllm_flags.json lists them all. Each text is one
 sentence, and what it names is there.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,12 @@ class Advice:
     on: bool = False
     off: bool = False
     needs: str | None = None
+
+    def allows(self, value: Any) -> bool:
+        """Whether a value, as a file or Python has it, asks for what is so here anyway."""
+        if isinstance(value, bool):
+            return self.on if value else self.off
+        return str(value) in self.holds
 
 
 NEVER_RUN = "A checkpoint's code is never run: docs/reference/support.md lists the supported models"
@@ -423,6 +430,14 @@ ADVICE: Mapping[str, Advice] = (
     | FRONTEND
     | EARLIER
 )
+# Where an `LLM` differs from a server.
+OFFLINE: Mapping[str, Advice] = {
+    **ADVICE,
+    "--distributed-executor-backend": Advice(
+        "Ranks are processes of this machine: leave it out", holds=("mp", "uni")
+    ),
+    "--data-parallel-size": Advice("`squadron batch` spreads prompts over --replicas", holds=("1",)),
+}
 # Short spellings of those.
 SHORT = {
     "-pp": "--pipeline-parallel-size",
