@@ -16,7 +16,7 @@ from msgspec import DecodeError, json
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Scope
 
-from cluster.answer_log import ASKS, KEPT, LEASE, LISTENS, ROUTER_WAIT, TICK
+from cluster.answer_log import ASKS, KEPT, LEASE, LETS_GO, LISTENS, ROUTER_WAIT, TICK
 from cluster.client_id import SERVERS_NAME
 from cluster.ingress.exchange import Exchange
 
@@ -33,13 +33,14 @@ class Attempt:
     beats: routers are known to say something now and then. unknown: it was such a 404. wait: seconds that answers may
     wait for another router, as this one says; None = it is of an earlier version, or was lost before it said so.
     heard: whether it has said anything. differs: it made other bytes than those that the client has. silent: it was
-    given up as it said nothing. refused: the error with which it would not go on with an answer that was begun.
+    given up as it said nothing. let_go: it leaves, as was planned. refused: the error with which it would not go on with an answer that was begun.
     """
 
     def __init__(self, exchange: Exchange, learning: bool = False, beats: bool = False) -> None:
         self.unknown = False
         self.differs = False
         self.silent = False
+        self.let_go = False
         self.refused: dict[str, Any] | None = None
         self.wait: float | None = None
         self._exchange = exchange
@@ -117,6 +118,7 @@ class Attempt:
 
     def _take_note(self, message: Message) -> None:
         note, wait, asked_at = message.pop(KEPT, None), message.pop(ROUTER_WAIT, None), message.pop(ASKS, None)
+        self.let_go |= message.pop(LETS_GO, False)
         if note is not None:
             self._exchange.keep(note)
         if asked_at is not None:

@@ -65,8 +65,8 @@ class RouterLossGuard:
 
     What has no effect but its answer is asked again, with all that the lost router told of the answer: the client
     sees a pause. Where that cannot be, the answer is completed here: a stream of events gets a last event, the error
-    `router_lost`; an exchange without an answer gets it as a 503. Any other body that was begun is left as it is: its
-    server closes the connection short of the announced length.
+    `router_lost`; an exchange without an answer gets it as a 503. Any other body that was begun is left as it is, a
+    stream in the middle of an event, too: its server closes the connection short of the announced length.
     """
 
     def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.monotonic) -> None:
@@ -133,7 +133,7 @@ class Losses:
         self.had_it = False  # whether any of them is known to have had the request
         self._progress: tuple[int, int] | None = None
         self._with_it = 0  # routers that had the request and brought nothing
-        self._tries = 0
+        self._tries = self._pauses = 0
         self._all = 0
 
     @property
@@ -147,15 +147,21 @@ class Losses:
     @property
     def pause(self) -> float:
         """Seconds until it is asked again: Serve takes a moment to notice that a router is gone."""
-        return float(min(0.01 * 2**self._tries, 1.0))
+        return float(min(0.01 * 2**self._pauses, 1.0))
 
     def add(self, progress: tuple[int, int], attempt: Attempt, wait: float) -> None:
-        """Take note of a loss. progress: of the answer, so far. wait: seconds that it may wait for another router."""
+        """Take note of a loss. progress: of the answer, so far. wait: seconds that it may wait for another router.
+
+        One that let it go as it leaves did not die of it: only those count that refuse what they are asked, in time.
+        """
         if progress != self._progress:
-            self._progress, self._with_it, self._tries = progress, 0, 0
+            self._progress, self._with_it, self._tries, self._pauses = progress, 0, 0, 0
+            self.until = None
+        if self.until is None or (attempt.let_go and attempt.heard):
             self.until = asyncio.get_running_loop().time() + wait
         self.had_it |= attempt.heard
-        died = not attempt.silent and attempt.refused is None
+        self._pauses = 0 if attempt.let_go and attempt.heard else self._pauses + 1
+        died = not attempt.silent and not attempt.let_go and attempt.refused is None
         self._with_it += died and attempt.heard
         self._tries += died
         self._all += died
@@ -176,7 +182,7 @@ async def _tell_loss(
     """Tell the client that its router is gone, and no other one goes on. refused: the error of one that would not."""
     if not exchange.started:
         await refuse(router_lost(request_id), send, exchange.error_form)
-    elif exchange.streams_events:
+    elif exchange.streams_events and exchange.between_events:
         told = refused or error_of(router_lost(request_id))
         await send({"type": "http.response.body", "body": _last_event(exchange, told)})
 
