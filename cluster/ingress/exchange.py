@@ -104,6 +104,12 @@ class Exchange:
         return self._keeps and (not self.started or (self.kind in STREAMS and bool(self._notes)))
 
     @property
+    def of_api(self) -> bool:
+        """Whether it goes by its path to a router; what else passes Serve's proxy may be for another app."""
+        path = self._scope["path"]
+        return CALL in self._scope or "/v1/" in path or path.endswith(ENDS_OF_REPEATED)
+
+    @property
     def streams_events(self) -> bool:
         """Whether the answer is a stream of server-sent events."""
         return self.kind == STREAMS[0]

@@ -179,7 +179,7 @@ class RouterLab:
         self.replicas = [self._replica(name) for name in "abc"]
         for _ in range(self._wanted):
             await self.add()
-        guard = self._watched(RouterLossGuard(self._proxy))
+        guard = self._watched(RouterLossGuard(self._proxy, gateway=self._pool is not None))
         self.url = await self._stack.enter_async_context(serving(guard))
         if self._pool is not None:
             self.grpc_port = await self._start_grpc(guard, self._pool)

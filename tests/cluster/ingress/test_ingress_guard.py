@@ -79,6 +79,7 @@ async def test_nothing_is_written_into_the_middle_of_an_event(monkeypatch, cut) 
     """Events above 1 MiB come in pieces: what tells of a loss or a wait stands between two events."""
     monkeypatch.setattr("cluster.ingress.exchange.QUIET", 0.0)
     monkeypatch.setattr("cluster.ingress.attempt.TICK", 0.01)
+    monkeypatch.setattr("cluster.ingress.attempt.LEASE", 10**6)
     sent: list[dict] = []
 
     async def send(message: dict) -> None:
