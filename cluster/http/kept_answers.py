@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Mapping, Set
 from functools import partial
 from hashlib import blake2b
@@ -94,7 +93,7 @@ class KeptEndpoint(Responder):
             return
         if fields.get("background") and fields.get("store") is False:
             raise ApiError("unsupported_value", "store must be true with background=true, or left out", param="store")
-        head = self._head(body, key, fields, headers, visit.tenant.name, visit.deadline, log)
+        head = self._head(body, key, fields, headers, visit.tenant.name, log)
         if key is not None:
             head = structs.replace(head, asked=blake2b(body, digest_size=16).digest())
         complete = partial(self._continued, self._store, fields, len(body), visit) if follows else None
@@ -144,22 +143,20 @@ class KeptEndpoint(Responder):
         fields: Mapping[str, Any],
         headers: Headers,
         tenant: str,
-        deadline: float | None,
         log: AnswerLog,
     ) -> Head:
-        prefix, now = PREFIXES[self._path], time.time()
+        prefix, born = PREFIXES[self._path], secrets.token_hex(8)
         name, seed = prefix + secrets.token_hex(16), None
         if key is not None:
             digest = blake2b(f"{self._path}\n{tenant}\n{key}".encode(), digest_size=24).digest()
             name, seed = prefix + digest[:16].hex(), int.from_bytes(digest[16:]) >> 1
         elif log.facts is not None:
             name = log.facts.request_id
-        left = None if deadline is None else now + deadline - asyncio.get_running_loop().time()
         background = self._path == RESPONSES and fields.get("background") is True
         session = headers.get(SESSION_HEADER, "")
         by_id, stays = fields.get("store") is not False, background or fields.get("store") is True
         return Head(
-            name, self._path, body, tenant, now, b"", seed, background, left, session, by_id, needs_client=not stays
+            name, self._path, body, tenant, born, b"", seed, background, session, by_id, needs_client=not stays
         )
 
     async def _kept(

@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 class _Copy:
     """One answer. owner: name of the router that makes it. session: its link, None while it has none.
 
-    ended_at: on the event loop's clock. alone: turns without a session, over all its routers. claim: link of the
-    router that is about to go on with it. turns: until it is offered, or its claim is over. told: its router knows
-    that another one asks, since the last turn.
+    ended_at, deadline: on the event loop's clock. alone: turns without a session, over all its routers. claim: link
+    of the router that is about to go on with it. turns: until it is offered, or its claim is over. told: its router
+    knows that another one asks, since the last turn.
     """
 
     tenant: str
@@ -42,6 +42,7 @@ class _Copy:
     end: bytes = b""
     retention: float = 0.0
     ended_at: float = 0.0
+    deadline: float | None = None
     alone: int = 0
     claim: RouterSession | None = None
     turns: int = 0
@@ -143,6 +144,7 @@ class AnswerKeeper:
             if said.end and not copy.end:
                 copy.end, copy.ended_at = said.end, asyncio.get_running_loop().time() - said.age
         copy.retention = said.retention
+        copy.deadline = None if said.left is None else asyncio.get_running_loop().time() + said.left
         self._tell(said.name, copy)
 
     def _fetch(self, session: RouterSession, asked: Fetch) -> None:
@@ -170,6 +172,7 @@ class AnswerKeeper:
             size += len(note)
         more = asked.known + len(notes) < len(copy.notes)
         head, end = b"" if asked.known else copy.head, b"" if more else copy.end
+        now = asyncio.get_running_loop().time()
         said = Fetched(
             asked.ticket,
             asked.name,
@@ -180,8 +183,9 @@ class AnswerKeeper:
             more,
             copy.owner,
             owned=copy.session is not None,
-            age=max(0.0, asyncio.get_running_loop().time() - copy.ended_at) if end else 0.0,
+            age=max(0.0, now - copy.ended_at) if end else 0.0,
             rival=_rival(asked.name, copy.claim, session) if asked.claims else "",
+            left=None if copy.deadline is None else max(0.0, copy.deadline - now),
         )
         session.send(said)
 

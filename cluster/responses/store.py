@@ -17,13 +17,14 @@ from typing import Any
 from msgspec import structs
 from starlette.types import ASGIApp
 
+from cluster.admission.deadline import deadline_exceeded
 from cluster.admission.tenants import Tenancy, Visit
 from cluster.answer_log import AnswerFacts, AnswerLog
 from cluster.errors import ApiError
 from cluster.openai.response_output import response_cancelled
 from cluster.responses.copies import Copies, NoCopies
 from cluster.responses.making import Maker, abandoned
-from cluster.responses.record import Head, Record, kept_of
+from cluster.responses.record import Head, Record, end_of, kept_of
 from cluster.responses.replays import Replays
 from cluster.responses.shelf import Owned, Shelf
 from cluster.responses.view import AnswerView
@@ -170,9 +171,10 @@ class ResponseStore:
         except ApiError:
             self.refused += 1
             raise
-        record = Record(head)
+        record = Record(head, deadline=visit.deadline)
         if former is not None:
-            record = Record(former.head, list(former.notes), None, former.epoch + 1)
+            notes, epoch = list(former.notes), former.epoch + 1
+            record = Record(former.head, notes, None, epoch, deadline=visit.deadline)
         if (present := self.shelf.get(head.name)) is not None:
             self.shelf.drop(present, "superseded")
         one = Owned(record, kept_of(head))
@@ -252,17 +254,19 @@ class ResponseStore:
         record.epoch, record.owner = record.epoch + 1, ""
         self.taken_over += 1
         head, one = record.head, Owned(record, kept_of(record.head))
+        now, deadline = asyncio.get_running_loop().time(), record.deadline
+        if record.end is None and deadline is not None and deadline <= now:
+            record.end = end_of(deadline_exceeded(), self._clock())
         if record.end is not None:
-            record.ended_at = asyncio.get_running_loop().time() if record.ended_at is None else record.ended_at
+            record.ended_at = now if record.ended_at is None else record.ended_at
             self.shelf.put(one)
             self._copies.put(record)
             self._sweep_later()
             return one
-        answer_log, loop = record.log(one.kept), asyncio.get_running_loop()
+        answer_log = record.log(one.kept)
         context = CallContext(head.session, fingerprint=answer_log.fingerprint, continues=True)
-        left = None if head.deadline is None else loop.time() + head.deadline - self._clock()
         tenant = self._tenancy.holder(head.tenant)
-        visit = await self._tenancy.visit(tenant, left, context, answer_log.facts is not None)
+        visit = await self._tenancy.visit(tenant, deadline, context, answer_log.facts is not None)
         if (present := self._own(head.name, head.tenant)) is not None:
             await visit.close()
             return present

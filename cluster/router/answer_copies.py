@@ -241,6 +241,8 @@ class AnswerCopies:
             if not found.more:
                 ended_at = None if end is None else asyncio.get_running_loop().time() - found.age
                 record = Record(head, notes, end, found.epoch, owner=found.owner, ended_at=ended_at)
+                if found.left is not None:
+                    record.deadline = asyncio.get_running_loop().time() + found.left
                 return True, _Found(replica, record, found.owned, found.rival)
 
     async def _ask(
@@ -333,6 +335,7 @@ class AnswerCopies:
                 end,
                 self._retention,
                 max(0.0, age),
+                None if record.deadline is None else max(0.0, record.deadline - now),
             )
             try:
                 self._send(home, said)

@@ -16,7 +16,8 @@ class Keep(Packed, tag=8, frozen=True):
 
     It replaces what another router said of a lower epoch, or of the same one under a lower name. head: b"" where it
     was said before. first: index of the first of `notes` among all of the answer's. end: b"" while it runs.
-    retention: seconds to keep it after its end, or without a router. age: seconds since its end.
+    retention: seconds to keep it after its end, or without a router. age: seconds since its end. left: seconds to its
+    deadline, None = it has none.
     """
 
     name: Name
@@ -28,6 +29,7 @@ class Keep(Packed, tag=8, frozen=True):
     end: bytes = b""
     retention: Seconds = 0.0
     age: Seconds = 0.0
+    left: Seconds | None = None
 
 
 class Fetch(Packed, tag=9, frozen=True):
@@ -68,7 +70,8 @@ class Fetched(Packed, tag=18, frozen=True):
     """What is kept of an answer; without a name: nothing is. head: b"" where notes were known before.
 
     more: there are further notes, which fetch as well. owner: the router that made it, with its link if `owned`.
-    age: seconds since its end. rival: another router claims it: the first of the two is to have it.
+    age: seconds since its end. rival: another router claims it: the first of the two is to have it. left: as of
+    `Keep`.
     """
 
     ticket: Count
@@ -82,6 +85,7 @@ class Fetched(Packed, tag=18, frozen=True):
     owned: bool = False
     age: Seconds = 0.0
     rival: Literal["", "first", "second"] = ""
+    left: Seconds | None = None
 
 
 class Orphaned(Packed, tag=19, frozen=True):

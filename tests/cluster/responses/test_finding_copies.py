@@ -20,7 +20,7 @@ from tests.cluster.ingress.router_lab import LabRouter, RouterLab
 from tests.cluster.responses.test_router_deaths import begin, client_of
 from tests.simulator.links import connect_local
 
-HEAD = Head("resp_1", "/v1/responses", b"{}", "ann", 0.0)
+HEAD = Head("resp_1", "/v1/responses", b"{}", "ann", "1")
 OLD, NEW = (0, "router-1"), (1, "router-2")
 
 

@@ -58,7 +58,7 @@ class Ended(NoCopies):
 
     async def fetch(self, name: str, tenant: str | None) -> Record | None:
         body = b'{"model":"%s","input":"hi","background":true}' % MODEL.encode()
-        return Record(Head(name, "/v1/responses", body, OPEN.name, 0.0, background=True), list(self.notes), End(0))
+        return Record(Head(name, "/v1/responses", body, OPEN.name, "1", background=True), list(self.notes), End(0))
 
 
 async def test_one_that_takes_too_much_ends_with_a_typed_error_and_can_be_gone_on_with(tmp_path, monkeypatch):
