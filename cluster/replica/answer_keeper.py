@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Literal
 
 from cluster.replica.runs import RouterSession
-from cluster.wire.answer_messages import Disclaim, Fetch, Fetched, Followed, Forget, Keep, Orphaned, Superseded
+from cluster.responses.deletions import Deletions
+from cluster.wire.answer_messages import (
+    Deleted,
+    Deletion,
+    Disclaim,
+    Fetch,
+    Fetched,
+    Followed,
+    Forget,
+    Keep,
+    Orphaned,
+    Superseded,
+)
 
 MOST_BYTES = 512 << 20  # of all copies; the oldest that have ended go first, then what grows is not kept here
 MOST_AT_ONCE = 1 << 20  # bytes of notes in one message
-MOST_FORGOTTEN = 10_000  # names of dropped answers, so that no late word brings them back
 OF_NOTE = 64  # bytes that one takes beside its content
 TURN = 0.25  # seconds between two looks at who waits, and what is to be offered or dropped
 OFFER_AFTER = 4  # turns for a lost router to come back before its answers are offered to others
@@ -35,6 +45,7 @@ class _Copy:
 
     tenant: str
     head: bytes
+    born: str
     epoch: int = 0
     owner: str = ""
     session: RouterSession | None = None
@@ -72,14 +83,14 @@ class AnswerKeeper:
         self._most_bytes = most_bytes
         self._copies: dict[str, _Copy] = {}
         self._waiting: dict[str, list[_Waiting]] = {}
-        self._forgotten: OrderedDict[str, bytes] = OrderedDict()  # by name, the digest of what was dropped
+        self._deletions = Deletions()
         self._bytes = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._copies)
 
-    def take(self, session: RouterSession, message: Keep | Fetch | Forget | Disclaim) -> None:
+    def take(self, session: RouterSession, message: Keep | Fetch | Forget | Disclaim | Deleted) -> None:
         """Act on a router's message."""
         match message:
             case Keep():
@@ -88,11 +99,18 @@ class AnswerKeeper:
                 self._fetch(session, message)
             case Forget():
                 self._forget(session, message)
+            case Deleted(deletions=told):
+                self._learn(session, told)
             case Disclaim(name=name):
                 copy = self._copies.get(name)
                 if copy is not None and copy.claim is session:
                     copy.release()
         self._turn_later()
+
+    def joined(self, session: RouterSession) -> None:
+        """Tell a router that may have been cut off what was deleted meanwhile."""
+        for said in self._deletions.told(asyncio.get_running_loop().time()):
+            session.send(said)
 
     def left(self, session: RouterSession) -> None:
         """Take note that a link is over."""
@@ -111,15 +129,14 @@ class AnswerKeeper:
         self._copies.clear()
 
     def _keep(self, session: RouterSession, said: Keep) -> None:
-        if said.head and self._forgotten.get(said.name) == _digest(said.head):
-            session.send(Superseded(said.name, said.epoch))
-            return
+        if self._deletions.knows(said.tenant, said.name, said.born):
+            return  # its router hears of it, or has
         copy = self._copies.get(said.name)
         if copy is None:
             if not said.head or said.first or not self._has_room(len(said.head)):
                 session.send(Superseded(said.name, said.epoch, full=True))
                 return
-            copy = self._copies[said.name] = _Copy(said.tenant, said.head)
+            copy = self._copies[said.name] = _Copy(said.tenant, said.head, said.born)
             self._count(copy, len(said.head))
         if (said.epoch, session.link.router_id) < (copy.epoch, copy.owner):
             session.send(Superseded(said.name, copy.epoch))
@@ -131,6 +148,8 @@ class AnswerKeeper:
             self._count(copy, -sum([len(note) + OF_NOTE for note in copy.notes]))
             copy.notes, copy.end = [], b""
             copy.epoch, copy.owner = said.epoch, session.link.router_id
+            self._count(copy, len(said.head) - len(copy.head))
+            copy.head, copy.born = said.head, said.born  # of two that begin one under a key, each has its own
         copy.session, copy.claim = session, None
         if said.first <= len(copy.notes):
             new = said.notes[len(copy.notes) - said.first :]
@@ -198,17 +217,26 @@ class AnswerKeeper:
         copy = self._copies.get(said.name)
         if copy is None or copy.tenant != said.tenant:
             return
-        if said.epoch is not None:
-            said_of = said.epoch, said.owner or session.link.router_id
-            if copy.session in (None, session) and (copy.epoch, copy.owner) == said_of:
+        if said.owner is None:
+            if copy.epoch <= said.epoch:
+                if copy.session is not None:
+                    copy.session.send(Superseded(said.name, said.epoch + 1))
                 self._drop(said.name)
-        else:
-            self._forgotten[said.name] = _digest(copy.head)
-            while len(self._forgotten) > MOST_FORGOTTEN:
-                self._forgotten.popitem(last=False)
-            if copy.session is not None and copy.session is not session:
-                copy.session.send(Superseded(said.name, copy.epoch))
+            return
+        said_of = said.epoch, said.owner or session.link.router_id
+        if copy.session in (None, session) and (copy.epoch, copy.owner) == said_of:
             self._drop(said.name)
+
+    def _learn(self, session: RouterSession, told: Sequence[Deletion]) -> None:
+        """Drop what was deleted, and pass on what is new."""
+        new = self._deletions.learn(told, asyncio.get_running_loop().time())
+        for one in new:
+            copy = self._copies.get(one.name)
+            if copy is not None and copy.born == one.born and copy.tenant == one.tenant:
+                self._drop(one.name)
+        for other in self._sessions() if new else ():
+            if other is not session:
+                other.send(Deleted(new))
 
     def _drop(self, name: str) -> None:
         copy = self._copies.pop(name)
@@ -274,10 +302,6 @@ def _rival(name: str, claim: RouterSession | None, session: RouterSession) -> Li
         return ""
     theirs, own = (_rank(name, one.link.router_id) for one in (claim, session))
     return "first" if theirs < own else "second"
-
-
-def _digest(head: bytes) -> bytes:
-    return blake2b(head, digest_size=16).digest()
 
 
 def _rank(name: str, router_id: str) -> bytes:

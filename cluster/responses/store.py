@@ -138,11 +138,11 @@ class ResponseStore:
 
     async def delete(self, name: str, tenant: str) -> None:
         """Keep an answer no more; one that runs is ended. Raises `ApiError` (404)."""
-        await self.head_by_id(name, tenant)
+        head = await self.head_by_id(name, tenant)
         one = self._own(name, tenant)  # an orphan may have been taken over meanwhile
-        self._copies.forget(name, tenant)
         if one is not None:
             self.shelf.drop(one, "deleted")
+        await self._copies.forget(head)
 
     async def head_by_id(self, name: str, tenant: str) -> Head:
         """Return the head of an answer that its client names. Raises `ApiError` (404)."""
