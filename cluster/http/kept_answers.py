@@ -26,7 +26,7 @@ from cluster.errors import ApiError
 from cluster.http.asgi import Answer, read_body, until_disconnect
 from cluster.http.endpoints import Endpoint, Responder, Services
 from cluster.http.giving import Give, give_elsewhere, send_events, send_response, send_whole, show, whole_response
-from cluster.openai.body import checked_fields, parse_json
+from cluster.openai.body import checked_fields, packed_json, parse_json
 from cluster.openai.input_items import items_page
 from cluster.openai.response_fields import REFUSED_ITEMS_QUERY, REFUSED_QUERY, ItemsQuery, ResponseQuery
 from cluster.responses.record import Head
@@ -79,7 +79,7 @@ class KeptEndpoint(Responder):
     ) -> None:
         """Answer a body, from what is kept where it asks for that."""
         visit, log = state["visit"], state[ANSWER_LOG]
-        fields = await self._fields(body, key, visit.tenant.name)
+        fields, packed = await self._fields(body, key, visit.tenant.name)
         follows = (
             self._path == RESPONSES and isinstance(fields.get("previous_response_id"), str) and "input" in fields
         )
@@ -93,17 +93,22 @@ class KeptEndpoint(Responder):
             return
         if fields.get("background") and fields.get("store") is False:
             raise ApiError("unsupported_value", "store must be true with background=true, or left out", param="store")
-        head = self._head(body, key, fields, headers, visit.tenant.name, log)
+        head = self._head(packed, key, fields, headers, visit.tenant.name, log)
         if key is not None:
             head = structs.replace(head, asked=blake2b(body, digest_size=16).digest())
         complete = partial(self._continued, self._store, fields, len(body), visit) if follows else None
         await self._kept(head, fields, behind, state, answer, complete)
 
-    async def _fields(self, body: bytes, key: str | None, tenant: str) -> Mapping[str, Any]:
-        """Return the fields of a body that may ask for something to be kept."""
+    async def _fields(self, body: bytes, key: str | None, tenant: str) -> tuple[Mapping[str, Any], bytes]:
+        """Return the fields of a body that may ask for something to be kept, and what is kept of it."""
         if key is None and _OF_KEPT.search(body) is None:
-            return {}
-        return await self._services.thread_pool.run(len(body), lambda: parse_json(body), tenant)
+            return {}, body
+
+        def parse() -> tuple[Mapping[str, Any], bytes]:
+            fields = parse_json(body)
+            return fields, packed_json(fields)
+
+        return await self._services.thread_pool.run(len(body), parse, tenant)
 
     async def _continued(
         self, store: ResponseStore, fields: Mapping[str, Any], num_bytes: int, visit: Visit
@@ -132,7 +137,7 @@ class KeptEndpoint(Responder):
                 message = f"{param}: that response has ended as {last.get('status')!r}; name one that is complete"
                 raise ApiError("invalid_value", message, param=param, status=400)
             items = [*_items(before.get("input")), *last["output"], *_items(fields.get("input"))]
-            return json.encode({**fields, "input": items})
+            return packed_json({**fields, "input": items})
 
         return await self._services.thread_pool.run(num_bytes + len(head.body) + len(response), join, tenant)
 

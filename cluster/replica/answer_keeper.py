@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Literal
 
+from cluster.accounts.tenant_bytes import TenantBytes
 from cluster.replica.runs import RouterSession
 from cluster.responses.deletions import Deletions
 from cluster.wire.answer_messages import (
@@ -24,7 +26,8 @@ from cluster.wire.answer_messages import (
     Superseded,
 )
 
-MOST_BYTES = 512 << 20  # of all copies; the oldest that have ended go first, then what grows is not kept here
+# Of all copies; tenants have equal shares. The oldest that have ended go first, then what grows is not kept here.
+MOST_BYTES = 512 << 20
 MOST_AT_ONCE = 1 << 20  # bytes of notes in one message
 OF_NOTE = 64  # bytes that one takes beside its content
 TURN = 0.25  # seconds between two looks at who waits, and what is to be offered or dropped
@@ -80,11 +83,11 @@ class AnswerKeeper:
 
     def __init__(self, sessions: Callable[[], Sequence[RouterSession]], most_bytes: int = MOST_BYTES) -> None:
         self._sessions = sessions
-        self._most_bytes = most_bytes
+        self._bytes = TenantBytes(most_bytes, self._evict)
         self._copies: dict[str, _Copy] = {}
+        self._ended: defaultdict[str, dict[str, None]] = defaultdict(dict)  # names by tenant, the oldest first
         self._waiting: dict[str, list[_Waiting]] = {}
         self._deletions = Deletions()
-        self._bytes = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
@@ -133,7 +136,7 @@ class AnswerKeeper:
             return  # its router hears of it, or has
         copy = self._copies.get(said.name)
         if copy is None:
-            if not said.head or said.first or not self._has_room(len(said.head)):
+            if not said.head or said.first or not self._bytes.make_room(said.tenant, len(said.head)):
                 session.send(Superseded(said.name, said.epoch, full=True))
                 return
             copy = self._copies[said.name] = _Copy(said.tenant, said.head, said.born)
@@ -147,6 +150,7 @@ class AnswerKeeper:
         if (copy.epoch, copy.owner) != (said.epoch, session.link.router_id):
             self._count(copy, -sum([len(note) + OF_NOTE for note in copy.notes]))
             copy.notes, copy.end = [], b""
+            self._ended[copy.tenant].pop(said.name, None)
             copy.epoch, copy.owner = said.epoch, session.link.router_id
             self._count(copy, len(said.head) - len(copy.head))
             copy.head, copy.born = said.head, said.born  # of two that begin one under a key, each has its own
@@ -155,13 +159,14 @@ class AnswerKeeper:
             new = said.notes[len(copy.notes) - said.first :]
             self._count(copy, sum([len(note) + OF_NOTE for note in new]))
             copy.notes += new
-            if not self._has_room(0):
+            if not self._bytes.make_room(copy.tenant, 0) or said.name not in self._copies:
                 if said.name in self._copies:
                     self._drop(said.name)
                 session.send(Superseded(said.name, said.epoch, full=True))
                 return
             if said.end and not copy.end:
                 copy.end, copy.ended_at = said.end, asyncio.get_running_loop().time() - said.age
+                self._ended[copy.tenant][said.name] = None
         copy.retention = said.retention
         copy.deadline = None if said.left is None else asyncio.get_running_loop().time() + said.left
         self._tell(said.name, copy)
@@ -240,24 +245,20 @@ class AnswerKeeper:
 
     def _drop(self, name: str) -> None:
         copy = self._copies.pop(name)
-        self._bytes -= copy.size
+        self._ended[copy.tenant].pop(name, None)
+        self._bytes.give_back(copy.tenant, copy.size)
         for one in self._waiting.pop(name, ()):
             one.session.send(Fetched(one.asked.ticket))
 
     def _count(self, copy: _Copy, size: int) -> None:
         copy.size += size
-        self._bytes += size
+        self._bytes.take(copy.tenant, size)
 
-    def _has_room(self, size: int) -> bool:
-        """Drop the oldest copies of what has ended until there is room; return whether there is."""
-        if self._bytes + size <= self._most_bytes:
-            return True
-        for name, copy in list(self._copies.items()):
-            if copy.end:
-                self._drop(name)
-            if self._bytes + size <= self._most_bytes:
-                return True
-        return self._bytes + size <= self._most_bytes
+    def _evict(self, tenant: str) -> bool:
+        oldest = next(iter(self._ended[tenant]), None)
+        if oldest is not None:
+            self._drop(oldest)
+        return oldest is not None
 
     def _turn_later(self) -> None:
         if self._timer is None and (self._copies or self._waiting):

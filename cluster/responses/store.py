@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 class ResponseStore:
     """Used on one event loop. retention: seconds for which an answer that has ended is kept.
 
-    most_bytes: of all answers, None = `MOST_BYTES`; where they are reached the oldest that have ended go first, and
-    then nothing new is taken. clock: seconds since 1970.
+    most_bytes: of all answers, None = `MOST_BYTES`; where they are reached the oldest that have ended go first, of
+    the tenants beyond an equal share, and then nothing new of these is taken. clock: seconds since 1970.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class ResponseStore:
     def _started(self, head: Head, visit: Visit, facts: AnswerFacts | None, former: Record | None) -> Owned:
         """Begin an answer, or go on with a former one that failed."""
         try:
-            self.shelf.make_room(len(head.body))
+            self.shelf.make_room(head.tenant, len(head.body))
         except ApiError:
             self.refused += 1
             raise
@@ -239,12 +239,13 @@ class ResponseStore:
 
     def _may_adopt(self, record: Record) -> bool:
         """Whether a lost router's answer has room; one that runs takes the place of those that have ended."""
-        if record.end is None:
-            try:
-                self.shelf.make_room(record.size)
-            except ApiError:
-                return False
-        return self.shelf.has_room(record.size)
+        if record.end is not None:
+            return self.shelf.has_room(record.size)
+        try:
+            self.shelf.make_room(record.head.tenant, record.size)
+        except ApiError:
+            return False
+        return True
 
     async def _adopt(self, record: Record) -> Owned:
         """Make a record this router's own: go on with the answer, or keep it if it has ended.

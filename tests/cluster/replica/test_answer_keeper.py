@@ -252,6 +252,18 @@ async def test_the_oldest_that_have_ended_make_room() -> None:
     assert kept == ["runs", "resp_6", "resp_7"]
 
 
+async def test_copies_of_one_tenant_take_no_room_of_anothers() -> None:
+    lab = Lab("one", most_bytes=10_000)
+    (one,) = lab.routers
+    lab.keep(one, "anns", notes=(bytes(3000),), end=b"end")
+    for number in range(8):
+        lab.keep(one, f"bobs_{number}", tenant="bob", notes=(bytes(3000),), end=b"end" if number < 4 else b"")
+    assert lab.fetch(one, "anns").name
+    assert len(lab.keeper) == 3
+    lab.keep(one, "anns_next", notes=())
+    assert lab.fetch(one, "anns_next").name
+
+
 async def test_where_running_ones_fill_it_what_grows_is_not_kept_and_its_router_told() -> None:
     lab = Lab("one", most_bytes=10_000)
     (one,) = lab.routers
