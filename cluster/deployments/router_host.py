@@ -48,7 +48,7 @@ from cluster.openai.served_model import ServedModel
 from cluster.replica.orphans import watch_raylet
 from cluster.router.answer_copies import AnswerCopies
 from cluster.router.live_model import LiveModel
-from cluster.router.metrics import StartCollector
+from cluster.router.metrics import IngressCollector, StartCollector
 from cluster.router.models import Models, served_model
 from cluster.router.readiness import app_body, app_ready_body, fresh
 from cluster.router.sleeping import SleepingModel
@@ -193,7 +193,8 @@ class RouterHost:
         whole = RootPath(front if self._tracing is None else self._tracing.app(front), config.root_path)
         answered = GrpcMetrics(metrics).answered
         letting_go = LetGo(whole if config.grpc_port is None else self._with_calls(whole, models, tenancy, answered))
-        self._ingress = IngressCheck(letting_go, config.router_wait)
+        self._ingress = ingress = IngressCheck(letting_go, config.router_wait)
+        metrics.register(IngressCollector(lambda: ingress.unkept, metrics.label))
         self._leaving = asyncio.get_running_loop().create_task(self._leave(letting_go))
         settle_heap()
         app = StartupWait(self._ingress, self._serving, self._others.count)
