@@ -146,6 +146,7 @@ class RouterHost:
         self._others = OtherRouters(context.app_name, context.deployment, names)
         self._sharers = self._config.routers  # a config file may have Serve run others than the app was built with
         deployed = DeployedApp(context.app_name, context.deployment, context.replica_id.unique_id, built_of)
+        self._deployed = built_of.versions.get(context.deployment)
         memory = AppMemory(context.app_name)
         self._rollback = Rollback(deployed, memory)
         self._new = self._deployed_now(memory, built_of)
@@ -275,7 +276,7 @@ class RouterHost:
         return self._sharers
 
     def _ready(self) -> dict[str, Any]:
-        who = {"router": self._router_id, "guarded": self._ingress.guarded}
+        who = {"router": self._router_id, "deployed": self._deployed, "guarded": self._ingress.guarded}
         ready = app_ready_body([(one.front.model_id, one.ready()) for one in self._live])
         views = [one.views() for one in self._live]
         return who | ready | app_body(self._others.app, self._watch.picture, views, self._rollback.notice)

@@ -29,7 +29,7 @@ class StartError(SquadronError):
 class Readiness:
     """Waits for the ready replicas of the app `name` whose HTTP endpoint is at `url`.
 
-    wanted: id of each model -> how many there should be.
+    deployed: what /ready says of this app alone. wanted: id of each model -> how many there should be.
     note: called now and then with what Serve waits for, when it takes long. show: called with the `states` of /ready.
     """
 
@@ -38,12 +38,14 @@ class Readiness:
         name: str,
         url: str,
         key: str | None,
+        deployed: str,
         wanted: Mapping[str, int],
         note: Callable[[str], None],
         show: Callable[[Sequence[Mapping[str, Any]]], None],
     ) -> None:
         self._client = client_for(url, key)
         self._name = name
+        self._deployed = deployed
         self._wanted = wanted
         self._note = note
         self._show = show
@@ -72,10 +74,13 @@ class Readiness:
             body = answer.json()
         except (httpx.HTTPError, ValueError):
             return []  # the port is closed, or Serve's proxy does not know the app yet
+        where = f"another server answers at {self._client.base_url}"
         if answer.status_code == 401:
-            raise StartError("another server answers at this address: it refuses the API key; give another --port")
+            raise StartError(f"{where}: it refuses the API key; give another --port")
         if not isinstance(body, dict):
             return []
+        if "replicas" in body and body.get("deployed") != self._deployed:
+            raise StartError(f"{where}; give another --port")
         self._show(body.get("states", ()))
         if not body.get("ready"):
             return []
