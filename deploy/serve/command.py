@@ -6,6 +6,7 @@ and checks the configuration, so nothing of that is imported with this file.
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 CTRL_C_GRACE = 5.0
 DELETE_SECONDS = 10.0
 EXIT_SECONDS = 20.0
+QUIET_SECONDS = 1800.0  # without a step of any replica that starts: far longer than any takes
 SERVE_SECONDS = 180.0  # a machine with 40 processes for 2 cores took less than 60
 
 
@@ -128,7 +130,9 @@ class Server:
             self._served.deploy()
         began = time.perf_counter()
         with start_bars(self._console) as bars:
-            self._replicas = self._served.wait(bars.take)
+            # Nodes that are waited for may take any time.
+            quiet = math.inf if self._options.wait_for_nodes else QUIET_SECONDS
+            self._replicas = self._served.wait(bars.take, quiet)
         self._print_phases(time.perf_counter() - began)
         self._interrupts.ready()
         self.ready = True

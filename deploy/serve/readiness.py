@@ -30,6 +30,7 @@ class Readiness:
     """Waits for the ready replicas of the app `name` whose HTTP endpoint is at `url`.
 
     deployed: what /ready says of this app alone. wanted: id of each model -> how many there should be.
+    quiet: seconds without any progress after which the start has failed.
     note: called now and then with what Serve waits for, when it takes long. show: called with the `states` of /ready.
     """
 
@@ -42,6 +43,7 @@ class Readiness:
         wanted: Mapping[str, int],
         note: Callable[[str], None],
         show: Callable[[Sequence[Mapping[str, Any]]], None],
+        quiet: float,
     ) -> None:
         self._client = client_for(url, key)
         self._name = name
@@ -49,6 +51,9 @@ class Readiness:
         self._wanted = wanted
         self._note = note
         self._show = show
+        self._quiet = quiet
+        self._progress: object = None
+        self._moved = time.monotonic()
 
     def wait(self) -> list[dict[str, Any]]:
         """Return what /ready says of each replica once all are ready, and gateways. Raises `StartError`."""
@@ -63,6 +68,8 @@ class Readiness:
                 missing = Counter(self._wanted) - Counter([str(body.get("model")) for body in bodies])
                 if not missing and gateways_serve(status):
                     return bodies
+                if time.monotonic() - self._moved > self._quiet:
+                    raise StartError(f"nothing has moved for {self._quiet:g} s: {_pending(status)}")
                 if time.monotonic() > next_note:
                     self._note(_pending(status))
                     next_note += NOTE_SECONDS
@@ -81,7 +88,12 @@ class Readiness:
             return []
         if "replicas" in body and body.get("deployed") != self._deployed:
             raise StartError(f"{where}; give another --port")
-        self._show(body.get("states", ()))
+        states = body.get("states", ())
+        self._show(states)
+        # All but the seconds, which pass in any case.
+        progress = [(state.get("id"), state.get("phase"), state.get("share")) for state in states]
+        if progress != self._progress:
+            self._progress, self._moved = progress, time.monotonic()
         if not body.get("ready"):
             return []
         if "replicas" not in body:

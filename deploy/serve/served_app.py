@@ -94,14 +94,14 @@ class ServedApp:
         except RayServeException as error:
             raise StartError(f"Serve refused the app: {str(error).splitlines()[0]}") from error
 
-    def wait(self, show: Callable[[Sequence[Mapping[str, Any]]], None]) -> list[dict[str, Any]]:
+    def wait(self, show: Callable[[Sequence[Mapping[str, Any]]], None], quiet: float) -> list[dict[str, Any]]:
         """Return what /ready says of each replica once all are ready; show: called with its `states` until then.
 
-        Raises `StartError`.
+        quiet: as of `Readiness`. Raises `StartError`.
         """
         wanted = {config.model_id: config.replicas for config in self._app.models}
         key = own_key(self._config)
-        return Readiness(APP, self._url, key, self._version, wanted, self._say, show).wait()
+        return Readiness(APP, self._url, key, self._version, wanted, self._say, show, quiet).wait()
 
     def unguarded(self) -> str:
         """Return what is to be said where clients do not hear of dead routers, else nothing."""
