@@ -100,11 +100,13 @@ def test_dropped_memory_is_taken_again():
 
 def test_blocks_are_copied_and_cleared_in_all_layers():
     cache = KVCache(full(2, 1, 2), 6, 4, CPU)
-    tensor, ids = cache.tensors
+    tensor, _ = cache.tensors
+    cache.token_ids[1:3] = torch.arange(8, dtype=torch.int32).view(2, 4)
     tensor.copy_(torch.arange(6.0).view(1, 6, 1, 1, 1).expand(tensor.shape))
     cache.copy(torch.tensor([[1, 4], [2, 5]], dtype=torch.int32))
     cache.clear(torch.tensor([3]))
     assert tensor[:, :, 0, 0, 0].eq(torch.tensor([0.0, 1, 2, 0, 1, 2])).all()
+    assert torch.equal(cache.token_ids[[4, 5]].flatten(), torch.arange(8, dtype=torch.int32))
 
 
 def test_an_fp8_cache_is_copied_and_cleared_by_bytes():
