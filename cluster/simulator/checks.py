@@ -9,11 +9,12 @@ from itertools import chain
 
 from cluster.admission.keys import OPEN, Tenant
 from cluster.admission.quotas import MINUTE
-from cluster.simulator.answers import GONE, LEFT, WHOLE, Answer, Scene
+from cluster.simulator.answers import DELETED, GONE, LEFT, WHOLE, Answer, Scene
 from cluster.simulator.fleet import ABSENT, EVER, SPEECH
 from cluster.simulator.history import FREE, LIMITED, Arrive, Leap, Slow
 from cluster.simulator.lives import ReplicaLife, RouterLife
 from cluster.simulator.network import LATENCY
+from cluster.sleep_orders import ASLEEP
 from engine.errors import IntegrityError
 from engine.scheduler.scheduler import DEADLINE_EXCEEDED
 
@@ -21,6 +22,10 @@ AT_ONCE = 0.3  # seconds after which what can run does
 RECOVERY = 6.0  # seconds after a fault in which its traces may last: a silence is noticed, links are made again
 UNAVAILABLE = frozenset({"no_replica", "replica_lost", "router_lost", "no_router", "overloaded"})
 TENANTS = OPEN, Tenant(FREE), Tenant(LIMITED)
+TAKES_NO_FILES = "batches_not_enabled"
+OVER_QUOTA = "rate_limit_exceeded", "prompt_exceeds_quota"
+CODES_OF_KEPT = "server_error", "rate_limit_exceeded"
+ENDS = ASLEEP, "request_quarantined", "model_changed", *OVER_QUOTA
 DEATHS_OF_POISON = 3  # `quarantine_deaths`, and `MOST_LOSSES` of routers
 
 
@@ -215,14 +220,17 @@ def _wrong(world: Scene, answer: Answer) -> list[str]:
         return [f"it ended {len(answer.ends)} times: {answer.ends}"]
     end = answer.ends[0]
     expected = world.expected(answer.asked)
-    if end == WHOLE:
+    if end == WHOLE and answer.asked.kept:
+        if answer.text not in (texts := world.texts(answer.asked)):
+            wrong.append(f"whole, with {answer.text!r} in place of {texts[:1]}")
+    elif end == WHOLE:
         if answer.tokens not in expected:
             wrong.append(f"whole, with {answer.tokens} in place of {expected[:1]}")
     elif answer.tokens and not any(_begins(answer.tokens, one) for one in expected):
         wrong.append(f"ended as {end} after {answer.tokens} in place of {expected[:1]}")
     if told := _untimely(world, answer, end):
         wrong.append(told)
-    if end not in (WHOLE, LEFT, GONE) and not _explained(world, answer, end):
+    if end not in (WHOLE, LEFT, GONE, DELETED) and not _explained(world, answer, end):
         wrong.append(f"ended as {end} ({answer.status}), which no fault explains")
     if end == LEFT and answer.asked.leaves is None:
         wrong.append("its client is said to have left, and has not")
@@ -236,7 +244,7 @@ def _untimely(world: Scene, answer: Answer, end: str) -> str:
     would not come out of a line in time hears so at once.
     """
     timeout, took = answer.asked.timeout, answer.ended - answer.began
-    if timeout is None:
+    if timeout is None or world.fleet.slept or (answer.asked.kept and end == WHOLE):
         return ""
     leapt = any(isinstance(event, Leap) for event in world.history.events)
     others = [one for one in world.answers if one.began <= answer.began and answer.began <= (one.ended or EVER)]
@@ -255,23 +263,25 @@ def _begins(tokens: dict[int, list[int]], whole: dict[int, list[int]]) -> bool:
 def _explained(world: Scene, answer: Answer, code: str) -> bool:
     """Whether a fault can have led to this end."""
     fleet = world.fleet
+    if answer.asked.kept and code in CODES_OF_KEPT:  # all that is left of others
+        return any(_explained(world, answer, one) for one in (*UNAVAILABLE, *ENDS))
     if code in UNAVAILABLE and (was_out(world, answer) or _waited_by_a_leapt_clock(world, answer)):
         return True
-    if code == DEADLINE_EXCEEDED:
-        return answer.asked.timeout is not None
-    if code in ("rate_limit_exceeded", "prompt_exceeds_quota"):
-        return _over_quota(world, answer, code)
-    if code == "request_quarantined":
-        return answer.asked.poison or fleet.deaths >= DEATHS_OF_POISON
-    if code == "router_lost":
-        return fleet.router_losses >= DEATHS_OF_POISON
-    return code == "model_changed" and fleet.skewed
+    explained = {
+        ASLEEP: fleet.slept,
+        DEADLINE_EXCEEDED: answer.asked.timeout is not None,
+        TAKES_NO_FILES: answer.asked.upload,
+        "request_quarantined": answer.asked.poison or fleet.deaths >= DEATHS_OF_POISON,
+        "router_lost": fleet.router_losses >= (1 if answer.asked.upload else DEATHS_OF_POISON),
+        "model_changed": fleet.skewed,
+    }
+    return explained[code] if code in explained else _over_quota(world, answer, code)
 
 
 def _over_quota(world: Scene, answer: Answer, code: str) -> bool:
     """Whether a tenant's quota can have led to this end."""
     quota, asked = world.history.quota, answer.asked
-    if quota is None or not asked.limited:
+    if quota is None or not asked.limited or code not in OVER_QUOTA:
         return False
     if code == "prompt_exceeds_quota":
         return quota.tokens_per_minute is not None and world.prompt_tokens(asked) > quota.tokens_per_minute

@@ -20,7 +20,9 @@ class Arrive:
     stream: whether the answer is to come as it is made. pace: seconds that the client takes for each message.
     leaves: seconds after which it hangs up; None = it stays. poison: whether it kills every replica that computes it.
     timeout: seconds after which it wants no answer any more; None = it waits. Over HTTP alone: seeded: whether it
-    says the seed; chat: whether it asks for a message; limited: whether it is of the tenant with a quota.
+    says the seed; chat: whether it asks for a message; limited: whether it is of the tenant with a quota; kept: it
+    has a response made in the background, and asks for it until it has ended; upload: it sends a file, which nobody
+    may do twice for it.
     """
 
     at: float
@@ -37,6 +39,35 @@ class Arrive:
     seeded: bool = True
     chat: bool = False
     limited: bool = False
+    kept: bool = False
+    upload: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """A client wants the kept answer no more that is the `answer`th of all."""
+
+    at: float
+    answer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """The model sleeps for a while, over HTTP and on the real engine alone. version: that it wakes up with."""
+
+    at: float
+    seconds: float
+    level: int = 1
+    mode: str = "keep"
+    version: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Blind:
+    """Serve learns nothing for a while: its control store is lost."""
+
+    at: float
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +108,17 @@ class Leap:
 
 
 @dataclass(frozen=True, slots=True)
+class SetClock:
+    """The time of day of a process jumps, forward or back; what it measures itself does not."""
+
+    at: float
+    process: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Cut:
-    """The connections between a router and a replica break."""
+    """The connections between a router and a replica, or the holder, break."""
 
     at: float
     router: str
@@ -87,7 +127,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Nothing gets through between a router and a replica for a while; then all of it comes."""
+    """Nothing gets through between a router and a replica, or the holder, for a while; then all of it comes."""
 
     at: float
     router: str
@@ -97,7 +137,10 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """Frames between a router and a replica take so much longer for a while: others overtake them."""
+    """Frames between a router and a replica take so much longer for a while: others overtake them.
+
+    Between a router and the holder each piece of a frame does.
+    """
 
     at: float
     router: str
@@ -126,7 +169,8 @@ class LetGo:
     protocol: int = 1
 
 
-Event = Arrive | Kill | EngineDies | Stop | Leap | Cut | Partition | Slow | Drain | LetGo
+OfProcess = Kill | EngineDies | Stop | Leap | SetClock | Drain | LetGo
+Event = Arrive | Delete | Sleep | Blind | OfProcess | Cut | Partition | Slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +180,8 @@ class History:
     ingress: whether clients ask over HTTP, through the holder. real_engine: whether replicas run the real core.
     seats: sequences that a replica runs at once. updated: replicas, the last ones, that run another model at first.
     scaling: the least and most replicas, where there is an autoscaler. quota: of one of the two tenants that ask over
-    HTTP; None = clients need no key.
+    HTTP; None = clients need no key. gateway: the holder is one of our own, not a proxy of Serve's. clocks: seconds
+    by which the time of day of a process may be wrong.
     """
 
     seed: int
@@ -149,6 +194,8 @@ class History:
     updated: int = 0
     scaling: tuple[int, int] | None = None
     quota: Quota | None = None
+    gateway: bool = False
+    clocks: float = 0.0
 
     @property
     def arrivals(self) -> list[Arrive]:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from cluster.simulator.process import SimulatedLoop, SimulatedProcess
 from cluster.wire.link import (
@@ -33,6 +33,23 @@ LIMITS = LinkLimits()
 Serve = Callable[[RouterLink], Coroutine[Any, Any, None]]
 
 
+class Carrier(Protocol):
+    """A connection. ends: its processes. is_quiet: both ends are open, and nothing is on its way or unread."""
+
+    ends: tuple[SimulatedProcess, SimulatedProcess]
+
+    @property
+    def is_quiet(self) -> bool:
+        """See above."""
+        ...
+
+    def broke(self) -> None:
+        """End both directions; what is on its way is lost."""
+
+    def lost(self, process: SimulatedProcess, silently: bool) -> None:
+        """End with a process that died."""
+
+
 @dataclass
 class Way:
     """What lies between two processes. blocked: until when nothing gets through. delay: of frames, until `slow`."""
@@ -40,7 +57,7 @@ class Way:
     blocked: float = 0.0
     slow: float = 0.0
     delay: float = 0.0
-    connections: list[Connection] = field(default_factory=list)
+    connections: list[Carrier] = field(default_factory=list)
 
 
 class Network:
