@@ -20,7 +20,7 @@ from starlette.types import Scope
 from cluster.batch.rows import URLS
 from cluster.batch.server.ids import BATCH_IDS, FILE_IDS, Ids, Page, PageQuery
 from cluster.batch.server.objects import StoredFile
-from cluster.batch.server.store import NewBatch, storage_full
+from cluster.batch.server.store import MOST_FILES, NewBatch, storage_full
 from cluster.errors import ApiError
 from cluster.http.asgi import body_blocks, disconnected, read_body, refuse_encoded, until_disconnect
 from cluster.http.multipart import UploadForm, boundary_of, too_large_file
@@ -31,7 +31,6 @@ from cluster.openai.fields import Fields, Labels, note
 from cluster.openai.thread_pool import FairThreadPool
 from engine.errors import InvalidRequestError
 
-MOST_FILES = 10_000
 MOST_BATCHES, USUAL_BATCHES = 100, 20
 FEWEST_SECONDS, MOST_SECONDS = 3600, 30 * 86_400  # that a file which expires is kept
 _Content = Annotated[str, WithJsonSchema({"type": "string", "format": "binary"})]
@@ -174,7 +173,7 @@ class FileRoutes:
             if call.scope["method"] == "HEAD":
                 await call.answer.file(_headers(stored), _nothing())
                 return
-            with self._under_way.sending(0 if call.scope["state"].get(WINDOWED) else stored.size):
+            with self._under_way.sending(call.tenant, 0 if call.scope["state"].get(WINDOWED) else stored.size):
                 sending = call.answer.file(_headers(stored), _blocks(content, threads, call.tenant))
                 await until_disconnect(call.receive, sending, call.answer)
                 await disconnected(call.receive)

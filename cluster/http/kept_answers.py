@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Mapping, Set
 from functools import partial
 from hashlib import blake2b
@@ -27,7 +26,7 @@ from cluster.errors import ApiError
 from cluster.http.asgi import Answer, read_body, until_disconnect
 from cluster.http.endpoints import Endpoint, Responder, Services
 from cluster.http.giving import Give, give_elsewhere, send_events, send_response, send_whole, show, whole_response
-from cluster.openai.body import checked_fields, parse_json
+from cluster.openai.body import checked_fields, packed_json, parse_json
 from cluster.openai.input_items import items_page
 from cluster.openai.response_fields import REFUSED_ITEMS_QUERY, REFUSED_QUERY, ItemsQuery, ResponseQuery
 from cluster.responses.record import Head
@@ -80,7 +79,7 @@ class KeptEndpoint(Responder):
     ) -> None:
         """Answer a body, from what is kept where it asks for that."""
         visit, log = state["visit"], state[ANSWER_LOG]
-        fields = await self._fields(body, key, visit.tenant.name)
+        fields, packed = await self._fields(body, key, visit.tenant.name)
         follows = (
             self._path == RESPONSES and isinstance(fields.get("previous_response_id"), str) and "input" in fields
         )
@@ -94,17 +93,22 @@ class KeptEndpoint(Responder):
             return
         if fields.get("background") and fields.get("store") is False:
             raise ApiError("unsupported_value", "store must be true with background=true, or left out", param="store")
-        head = self._head(body, key, fields, headers, visit.tenant.name, visit.deadline, log)
+        head = self._head(packed, key, fields, headers, visit.tenant.name, log)
         if key is not None:
             head = structs.replace(head, asked=blake2b(body, digest_size=16).digest())
         complete = partial(self._continued, self._store, fields, len(body), visit) if follows else None
         await self._kept(head, fields, behind, state, answer, complete)
 
-    async def _fields(self, body: bytes, key: str | None, tenant: str) -> Mapping[str, Any]:
-        """Return the fields of a body that may ask for something to be kept."""
+    async def _fields(self, body: bytes, key: str | None, tenant: str) -> tuple[Mapping[str, Any], bytes]:
+        """Return the fields of a body that may ask for something to be kept, and what is kept of it."""
         if key is None and _OF_KEPT.search(body) is None:
-            return {}
-        return await self._services.thread_pool.run(len(body), lambda: parse_json(body), tenant)
+            return {}, body
+
+        def parse() -> tuple[Mapping[str, Any], bytes]:
+            fields = parse_json(body)
+            return fields, packed_json(fields)
+
+        return await self._services.thread_pool.run(len(body), parse, tenant)
 
     async def _continued(
         self, store: ResponseStore, fields: Mapping[str, Any], num_bytes: int, visit: Visit
@@ -133,7 +137,7 @@ class KeptEndpoint(Responder):
                 message = f"{param}: that response has ended as {last.get('status')!r}; name one that is complete"
                 raise ApiError("invalid_value", message, param=param, status=400)
             items = [*_items(before.get("input")), *last["output"], *_items(fields.get("input"))]
-            return json.encode({**fields, "input": items})
+            return packed_json({**fields, "input": items})
 
         return await self._services.thread_pool.run(num_bytes + len(head.body) + len(response), join, tenant)
 
@@ -144,22 +148,20 @@ class KeptEndpoint(Responder):
         fields: Mapping[str, Any],
         headers: Headers,
         tenant: str,
-        deadline: float | None,
         log: AnswerLog,
     ) -> Head:
-        prefix, now = PREFIXES[self._path], time.time()
+        prefix, born = PREFIXES[self._path], secrets.token_hex(8)
         name, seed = prefix + secrets.token_hex(16), None
         if key is not None:
             digest = blake2b(f"{self._path}\n{tenant}\n{key}".encode(), digest_size=24).digest()
             name, seed = prefix + digest[:16].hex(), int.from_bytes(digest[16:]) >> 1
         elif log.facts is not None:
             name = log.facts.request_id
-        left = None if deadline is None else now + deadline - asyncio.get_running_loop().time()
         background = self._path == RESPONSES and fields.get("background") is True
         session = headers.get(SESSION_HEADER, "")
         by_id, stays = fields.get("store") is not False, background or fields.get("store") is True
         return Head(
-            name, self._path, body, tenant, now, b"", seed, background, left, session, by_id, needs_client=not stays
+            name, self._path, body, tenant, born, b"", seed, background, session, by_id, needs_client=not stays
         )
 
     async def _kept(

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from msgspec import json
 from starlette.types import Receive, Scope
 
+from cluster.accounts.tenant_bytes import TenantBytes
 from cluster.admission.keys import Tenant
 from cluster.batch.server.store import Store
 from cluster.errors import ApiError
@@ -24,7 +25,7 @@ from cluster.http.asgi import Answer
 from cluster.http.endpoints import Responder
 
 FILE_THREADS = 8
-MOST_BYTES = 512 << 20  # of files on their way to clients
+MOST_BYTES = 512 << 20  # of files on their way to clients; tenants have equal shares of it
 RETRY_AFTER = 5  # seconds
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -172,21 +173,17 @@ class UnderWay:
     """
 
     def __init__(self, most: int = MOST_BYTES) -> None:
-        self._most = most
-        self._bytes = 0
+        self._bytes = TenantBytes(most)
 
     @contextmanager
-    def sending(self, size: int) -> Iterator[None]:
+    def sending(self, tenant: str, size: int) -> Iterator[None]:
         """Count `size` bytes until their client has them. Raises `ApiError` (429) when too many are under way."""
-        if self._bytes and self._bytes + size > self._most:
-            raise ApiError(
-                "overloaded",
-                "too much of other files is on its way to clients; try again in a moment",
-                status=429,
-                retry_after=RETRY_AFTER,
-            )
-        self._bytes += size
+        if self._bytes.num_bytes and not self._bytes.make_room(tenant, size):
+            most = f"of {self._bytes.most >> 20} MiB, which tenants share"
+            message = f"as much of this tenant's files is on its way to clients as may be ({most}); try again later"
+            raise ApiError("overloaded", message, status=429, retry_after=RETRY_AFTER)
+        self._bytes.take(tenant, size)
         try:
             yield
         finally:
-            self._bytes -= size
+            self._bytes.give_back(tenant, size)

@@ -92,6 +92,7 @@ class Rollback:
         self._belongs = False  # whether this router belongs to the version that is whole
         self._before = ("", 0.0)
         self._refreshed = -math.inf
+        self._seen = 0.0  # what the memory said of it at our last look
         self._failures_seen = 0
         self._refused = 0
 
@@ -130,8 +131,10 @@ class Rollback:
             self._memory.seen, self._refreshed = self._time_of_day(), now
 
     def _is_fresh(self) -> bool:
+        before, self._seen = self._seen, self._memory.seen
         known = self._clock() - self._refreshed < STALE
-        return known or abs(self._time_of_day() - self._memory.seen) < STALE
+        written = 0.0 not in (before, self._seen) and before != self._seen  # since our last look, by whatever clock
+        return known or written or abs(self._time_of_day() - self._seen) < STALE
 
     def _has_failed(self, state: AppState) -> None:
         good, undone = self._memory.good, self._memory.undone

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -30,6 +31,17 @@ class UsageRecord(msgspec.Struct, frozen=True):
 
     at: float
     used: dict[int, dict[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """A record as it was read last. apart: seconds by which our clock is ahead of its router's, as far as is known.
+
+    Which is once the record changes between two looks, and so was written just before the second.
+    """
+
+    record: UsageRecord
+    apart: float = 0.0
 
 
 class SharedQuotas:
@@ -52,7 +64,7 @@ class SharedQuotas:
         self._loop = loop
         self._clock = clock
         self._told: Usage = {}
-        self._heard: dict[bytes, Usage] = {}  # by key of the record
+        self._heard: dict[bytes, _Heard] = {}  # by key of the record
         self._failing = False
 
     def start(self) -> None:
@@ -75,14 +87,19 @@ class SharedQuotas:
         if value is None:
             return
         record = msgspec.msgpack.decode(value, type=UsageRecord)
-        age = abs(self._clock() - record.at)
-        if age > KEPT_SECONDS:
+        now, before = self._clock(), self._heard.get(key)
+        heard = _Heard(record)
+        if before is not None:
+            is_new = record.at != before.record.at
+            heard = _Heard(record, now - record.at if is_new else before.apart)
+        self._heard[key] = heard  # first, so that nothing counts twice whose counting takes too long
+        age = abs(now - record.at - heard.apart)
+        if age > KEPT_SECONDS and before is not None:
             control_store.delete(key)
         if age > COUNTS_SECONDS:
-            self._heard.pop(key, None)
             return
-        new = _beyond(record.used, self._heard.get(key, {}))
-        self._heard[key] = record.used  # first, so that nothing counts twice whose counting takes too long
+        shift, known = round(heard.apart / MINUTE), {} if before is None else before.record.used
+        new = {minute + shift: more for minute, more in _beyond(record.used, known).items()}
         if new:
             asyncio.run_coroutine_threadsafe(self._quotas.add(new), self._loop).result(LOOP_PATIENCE)
 

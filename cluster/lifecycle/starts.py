@@ -79,7 +79,7 @@ def _failure(record: StartRecord, alive: bool, now: float) -> str:
     if alive:
         return ""
     if record.state == "ready":
-        return "its process ended as soon as it was ready" if now - record.since < SHORT_LIFE else ""
+        return "its process ended as soon as it was ready" if abs(now - record.since) < SHORT_LIFE else ""
     where = f" ({record.phase})" if record.phase else ""
     return f"its process ended while it was starting{where}"
 

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Literal
 
+from cluster.accounts.tenant_bytes import TenantBytes
 from cluster.replica.runs import RouterSession
-from cluster.wire.answer_messages import Disclaim, Fetch, Fetched, Followed, Forget, Keep, Orphaned, Superseded
+from cluster.responses.deletions import Deletions
+from cluster.wire.answer_messages import (
+    Deleted,
+    Deletion,
+    Disclaim,
+    Fetch,
+    Fetched,
+    Followed,
+    Forget,
+    Keep,
+    Orphaned,
+    Superseded,
+)
 
-MOST_BYTES = 512 << 20  # of all copies; the oldest that have ended go first, then what grows is not kept here
+# Of all copies; tenants have equal shares. The oldest that have ended go first, then what grows is not kept here.
+MOST_BYTES = 512 << 20
 MOST_AT_ONCE = 1 << 20  # bytes of notes in one message
-MOST_FORGOTTEN = 10_000  # names of dropped answers, so that no late word brings them back
 OF_NOTE = 64  # bytes that one takes beside its content
 TURN = 0.25  # seconds between two looks at who waits, and what is to be offered or dropped
 OFFER_AFTER = 4  # turns for a lost router to come back before its answers are offered to others
@@ -28,13 +41,14 @@ logger = logging.getLogger(__name__)
 class _Copy:
     """One answer. owner: name of the router that makes it. session: its link, None while it has none.
 
-    ended_at: on the event loop's clock. alone: turns without a session, over all its routers. claim: link of the
-    router that is about to go on with it. turns: until it is offered, or its claim is over. told: its router knows
-    that another one asks, since the last turn.
+    ended_at, deadline: on the event loop's clock. alone: turns without a session, over all its routers. claim: link
+    of the router that is about to go on with it. turns: until it is offered, or its claim is over. told: its router
+    knows that another one asks, since the last turn.
     """
 
     tenant: str
     head: bytes
+    born: str
     epoch: int = 0
     owner: str = ""
     session: RouterSession | None = None
@@ -42,6 +56,7 @@ class _Copy:
     end: bytes = b""
     retention: float = 0.0
     ended_at: float = 0.0
+    deadline: float | None = None
     alone: int = 0
     claim: RouterSession | None = None
     turns: int = 0
@@ -68,17 +83,17 @@ class AnswerKeeper:
 
     def __init__(self, sessions: Callable[[], Sequence[RouterSession]], most_bytes: int = MOST_BYTES) -> None:
         self._sessions = sessions
-        self._most_bytes = most_bytes
+        self._bytes = TenantBytes(most_bytes, self._evict)
         self._copies: dict[str, _Copy] = {}
+        self._ended: defaultdict[str, dict[str, None]] = defaultdict(dict)  # names by tenant, the oldest first
         self._waiting: dict[str, list[_Waiting]] = {}
-        self._forgotten: OrderedDict[str, bytes] = OrderedDict()  # by name, the digest of what was dropped
-        self._bytes = 0
+        self._deletions = Deletions()
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._copies)
 
-    def take(self, session: RouterSession, message: Keep | Fetch | Forget | Disclaim) -> None:
+    def take(self, session: RouterSession, message: Keep | Fetch | Forget | Disclaim | Deleted) -> None:
         """Act on a router's message."""
         match message:
             case Keep():
@@ -87,11 +102,18 @@ class AnswerKeeper:
                 self._fetch(session, message)
             case Forget():
                 self._forget(session, message)
+            case Deleted(deletions=told):
+                self._learn(session, told)
             case Disclaim(name=name):
                 copy = self._copies.get(name)
                 if copy is not None and copy.claim is session:
                     copy.release()
         self._turn_later()
+
+    def joined(self, session: RouterSession) -> None:
+        """Tell a router that may have been cut off what was deleted meanwhile."""
+        for said in self._deletions.told(asyncio.get_running_loop().time()):
+            session.send(said)
 
     def left(self, session: RouterSession) -> None:
         """Take note that a link is over."""
@@ -110,15 +132,14 @@ class AnswerKeeper:
         self._copies.clear()
 
     def _keep(self, session: RouterSession, said: Keep) -> None:
-        if said.head and self._forgotten.get(said.name) == _digest(said.head):
-            session.send(Superseded(said.name, said.epoch))
-            return
+        if self._deletions.knows(said.tenant, said.name, said.born):
+            return  # its router hears of it, or has
         copy = self._copies.get(said.name)
         if copy is None:
-            if not said.head or said.first or not self._has_room(len(said.head)):
+            if not said.head or said.first or not self._bytes.make_room(said.tenant, len(said.head)):
                 session.send(Superseded(said.name, said.epoch, full=True))
                 return
-            copy = self._copies[said.name] = _Copy(said.tenant, said.head)
+            copy = self._copies[said.name] = _Copy(said.tenant, said.head, said.born)
             self._count(copy, len(said.head))
         if (said.epoch, session.link.router_id) < (copy.epoch, copy.owner):
             session.send(Superseded(said.name, copy.epoch))
@@ -129,20 +150,25 @@ class AnswerKeeper:
         if (copy.epoch, copy.owner) != (said.epoch, session.link.router_id):
             self._count(copy, -sum([len(note) + OF_NOTE for note in copy.notes]))
             copy.notes, copy.end = [], b""
+            self._ended[copy.tenant].pop(said.name, None)
             copy.epoch, copy.owner = said.epoch, session.link.router_id
+            self._count(copy, len(said.head) - len(copy.head))
+            copy.head, copy.born = said.head, said.born  # of two that begin one under a key, each has its own
         copy.session, copy.claim = session, None
         if said.first <= len(copy.notes):
             new = said.notes[len(copy.notes) - said.first :]
             self._count(copy, sum([len(note) + OF_NOTE for note in new]))
             copy.notes += new
-            if not self._has_room(0):
+            if not self._bytes.make_room(copy.tenant, 0) or said.name not in self._copies:
                 if said.name in self._copies:
                     self._drop(said.name)
                 session.send(Superseded(said.name, said.epoch, full=True))
                 return
             if said.end and not copy.end:
                 copy.end, copy.ended_at = said.end, asyncio.get_running_loop().time() - said.age
+                self._ended[copy.tenant][said.name] = None
         copy.retention = said.retention
+        copy.deadline = None if said.left is None else asyncio.get_running_loop().time() + said.left
         self._tell(said.name, copy)
 
     def _fetch(self, session: RouterSession, asked: Fetch) -> None:
@@ -170,6 +196,7 @@ class AnswerKeeper:
             size += len(note)
         more = asked.known + len(notes) < len(copy.notes)
         head, end = b"" if asked.known else copy.head, b"" if more else copy.end
+        now = asyncio.get_running_loop().time()
         said = Fetched(
             asked.ticket,
             asked.name,
@@ -180,8 +207,9 @@ class AnswerKeeper:
             more,
             copy.owner,
             owned=copy.session is not None,
-            age=max(0.0, asyncio.get_running_loop().time() - copy.ended_at) if end else 0.0,
+            age=max(0.0, now - copy.ended_at) if end else 0.0,
             rival=_rival(asked.name, copy.claim, session) if asked.claims else "",
+            left=None if copy.deadline is None else max(0.0, copy.deadline - now),
         )
         session.send(said)
 
@@ -194,38 +222,43 @@ class AnswerKeeper:
         copy = self._copies.get(said.name)
         if copy is None or copy.tenant != said.tenant:
             return
-        if said.epoch is not None:
-            said_of = said.epoch, said.owner or session.link.router_id
-            if copy.session in (None, session) and (copy.epoch, copy.owner) == said_of:
+        if said.owner is None:
+            if copy.epoch <= said.epoch:
+                if copy.session is not None:
+                    copy.session.send(Superseded(said.name, said.epoch + 1))
                 self._drop(said.name)
-        else:
-            self._forgotten[said.name] = _digest(copy.head)
-            while len(self._forgotten) > MOST_FORGOTTEN:
-                self._forgotten.popitem(last=False)
-            if copy.session is not None and copy.session is not session:
-                copy.session.send(Superseded(said.name, copy.epoch))
+            return
+        said_of = said.epoch, said.owner or session.link.router_id
+        if copy.session in (None, session) and (copy.epoch, copy.owner) == said_of:
             self._drop(said.name)
+
+    def _learn(self, session: RouterSession, told: Sequence[Deletion]) -> None:
+        """Drop what was deleted, and pass on what is new."""
+        new = self._deletions.learn(told, asyncio.get_running_loop().time())
+        for one in new:
+            copy = self._copies.get(one.name)
+            if copy is not None and copy.born == one.born and copy.tenant == one.tenant:
+                self._drop(one.name)
+        for other in self._sessions() if new else ():
+            if other is not session:
+                other.send(Deleted(new))
 
     def _drop(self, name: str) -> None:
         copy = self._copies.pop(name)
-        self._bytes -= copy.size
+        self._ended[copy.tenant].pop(name, None)
+        self._bytes.give_back(copy.tenant, copy.size)
         for one in self._waiting.pop(name, ()):
             one.session.send(Fetched(one.asked.ticket))
 
     def _count(self, copy: _Copy, size: int) -> None:
         copy.size += size
-        self._bytes += size
+        self._bytes.take(copy.tenant, size)
 
-    def _has_room(self, size: int) -> bool:
-        """Drop the oldest copies of what has ended until there is room; return whether there is."""
-        if self._bytes + size <= self._most_bytes:
-            return True
-        for name, copy in list(self._copies.items()):
-            if copy.end:
-                self._drop(name)
-            if self._bytes + size <= self._most_bytes:
-                return True
-        return self._bytes + size <= self._most_bytes
+    def _evict(self, tenant: str) -> bool:
+        oldest = next(iter(self._ended[tenant]), None)
+        if oldest is not None:
+            self._drop(oldest)
+        return oldest is not None
 
     def _turn_later(self) -> None:
         if self._timer is None and (self._copies or self._waiting):
@@ -270,10 +303,6 @@ def _rival(name: str, claim: RouterSession | None, session: RouterSession) -> Li
         return ""
     theirs, own = (_rank(name, one.link.router_id) for one in (claim, session))
     return "first" if theirs < own else "second"
-
-
-def _digest(head: bytes) -> bytes:
-    return blake2b(head, digest_size=16).digest()
 
 
 def _rank(name: str, router_id: str) -> bytes:

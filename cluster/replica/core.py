@@ -20,7 +20,7 @@ from cluster.replica.sleeper import Sleeper
 from cluster.sleep_orders import ASLEEP, SleepOrder
 from cluster.telemetry.logs import BestEffort
 from cluster.telemetry.step_metrics import ReplicaTelemetry, StepMetrics
-from cluster.wire.answer_messages import Disclaim, Fetch, Forget, Keep
+from cluster.wire.answer_messages import Deleted, Disclaim, Fetch, Forget, Keep
 from cluster.wire.codec import DamagedSubmitError, Up
 from cluster.wire.link import CLOSED, DAMAGED, ENGINE_DEAD, LinkClosedError, RouterLink
 from cluster.wire.parts import MAX_NAME, Load, ReplicaCosts
@@ -170,6 +170,7 @@ class ReplicaCore:
             link.close(ENGINE_DEAD, self.dead_reason)
             return
         session = self._sessions.begin(link)
+        self._answers.joined(session)
         try:
             while True:
                 await self._take(session)
@@ -249,7 +250,7 @@ class ReplicaCore:
                 flight, now = self._engine.flight, self._clock()
                 events = [waited(event, now) for event in flight.of(name, tenant)]
                 session.send(Explained(ticket, events))
-            case Keep() | Fetch() | Forget() | Disclaim():
+            case Keep() | Fetch() | Forget() | Disclaim() | Deleted():
                 self._answers.take(session, message)
             case Resync():
                 self._sessions.report_blocks(session)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from cluster.responses.record import Record
+from cluster.responses.record import Head, Record
 
 
 class Copies(Protocol):
@@ -45,8 +45,11 @@ class Copies(Protocol):
         """
         ...
 
-    def forget(self, name: str, tenant: str) -> None:
-        """Have all copies dropped; who makes the answer stops."""
+    async def forget(self, head: Head) -> None:
+        """Have all copies dropped, at once or when they can be reached, and whoever makes the answer stop.
+
+        Returns once this is known somewhere else, or cannot be for now.
+        """
         ...
 
     def drop(self, name: str) -> None:
@@ -91,7 +94,7 @@ class NoCopies:
         """Know nothing."""
         return None
 
-    def forget(self, name: str, tenant: str) -> None:
+    async def forget(self, head: Head) -> None:
         """Forget nothing."""
 
     def drop(self, name: str) -> None:

@@ -119,7 +119,7 @@ class Maker:
                 self._copies.put(one.record)
         elif not one.gone:
             if view.begun:
-                self._copies.forget(head.name, head.tenant)
+                self.spawn(self._copies.forget(head))
             self._shelf.drop(one, "refused")
         view.finish(lost=one.gone and view.status in (0, 200))
 

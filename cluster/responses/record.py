@@ -15,20 +15,19 @@ class Head(Struct, frozen=True, array_like=True):
 
     name: the id that the answer bears. path and body: what was asked. tenant: whose it is. asked: digest of what the
     client sent under its key, b"" without one. seed: of an answer whose client gave none; None = random. background:
-    its client does not wait. deadline and created: seconds since 1970; None = it takes as long as it takes. session:
-    as `CallContext.session_id`. by_id: whether its client may fetch it by its name, and not by its key alone.
-    needs_client: whether it is ended where nobody waits for it any more.
+    its client does not wait. born: random; which answer of this name it is, as one under a key may be deleted and
+    made again. session: as `CallContext.session_id`. by_id: whether its client may fetch it by its name, and not by
+    its key alone. needs_client: whether it is ended where nobody waits for it any more.
     """
 
     name: str
     path: str
     body: bytes
     tenant: str
-    created: float
+    born: str
     asked: bytes = b""
     seed: int | None = None
     background: bool = False
-    deadline: float | None = None
     session: str = ""
     by_id: bool = True
     needs_client: bool = False
@@ -65,7 +64,8 @@ class Record:
     """All that is kept of one answer. notes: of its `AnswerLog`, in order. end: None while it runs.
 
     epoch: rises whenever another router goes on with it. owner: that made it, "" = this one. size: bytes that it
-    takes. ended_at: on the event loop's clock, None = it is not known. Used on one event loop.
+    takes. ended_at: on the event loop's clock, None = it is not known. deadline: on that clock, too; None = it takes
+    as long as it takes. Used on one event loop.
     """
 
     head: Head
@@ -75,6 +75,7 @@ class Record:
     size: int = 0
     owner: str = ""
     ended_at: float | None = None
+    deadline: float | None = None
 
     def __post_init__(self) -> None:
         self.size = len(self.head.body) + sum(map(len, self.notes))
@@ -109,6 +110,11 @@ def pack_head(head: Head) -> bytes:
 def unpack_head(packed: bytes) -> Head:
     """Return the head that was sent; raises `msgspec.MsgspecError`."""
     return _head(packed)
+
+
+def end_of(error: ApiError, at: float) -> End:
+    """Return the end of an answer that ends with an error. at: seconds since 1970."""
+    return End(int(at), error.code, error.message, error.param, error.status, error.retryable)
 
 
 def pack_end(end: End | None) -> bytes:

@@ -1,21 +1,22 @@
-"""The answers that a router keeps, within bounds: the oldest that have ended go first."""
+"""The answers that a router keeps, within bounds: the oldest that have ended go first, each tenant's for its own."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
+from cluster.accounts.tenant_bytes import TenantBytes
 from cluster.answer_log import Kept
 from cluster.errors import ApiError
 from cluster.responses.copies import Copies
 from cluster.responses.record import Record
 from cluster.responses.view import AnswerView
 
-MOST_BYTES = 512 << 20  # of all answers that one router keeps
+MOST_BYTES = 512 << 20  # of all answers that one router keeps; tenants have equal shares of it
 MOST_OF_ONE = 64 << 20
 GRACE = 30.0  # seconds for the clients of an answer that is made for them alone to come back
 DROPS = ("expired", "evicted", "deleted", "superseded", "refused")
@@ -70,11 +71,11 @@ class Shelf:
     """
 
     def __init__(self, copies: Copies, most_bytes: int | None = None) -> None:
-        self.num_bytes = 0
         self.dropped: Counter[str] = Counter()
         self._copies = copies
-        self._most_bytes = MOST_BYTES if most_bytes is None else most_bytes
-        self._owned: dict[str, Owned] = {}  # those that ended come first, the oldest before all
+        self._bytes = TenantBytes(MOST_BYTES if most_bytes is None else most_bytes, self._evict)
+        self._owned: dict[str, Owned] = {}
+        self._ended: defaultdict[str, dict[str, Owned]] = defaultdict(dict)  # by tenant, the oldest first
 
     def __contains__(self, name: str) -> bool:
         return name in self._owned
@@ -85,39 +86,47 @@ class Shelf:
     def __len__(self) -> int:
         return len(self._owned)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that all take."""
+        return self._bytes.num_bytes
+
     def get(self, name: str, tenant: str | None = None) -> Owned | None:
         """Return an answer. tenant: it must be this one's; None = any."""
         one = self._owned.get(name)
         return one if one is not None and tenant in (None, one.record.head.tenant) else None
 
     def put(self, one: Owned) -> None:
-        """Keep an answer, as the last one."""
-        name = one.record.head.name
-        self._owned.pop(name, None)
-        self._owned[name] = one
+        """Keep an answer; of those that have ended, as the last one."""
+        head = one.record.head
+        self._owned[head.name] = one
+        if one.record.end is not None:
+            self._ended[head.tenant][head.name] = one
         self.weigh(one)
 
     def weigh(self, one: Owned) -> None:
         """Take note of what an answer takes now."""
-        size = one.size if self._owned.get(one.record.head.name) is one else 0
-        self.num_bytes += size - one.counted
+        head = one.record.head
+        size = one.size if self._owned.get(head.name) is one else 0
+        self._bytes.take(head.tenant, size - one.counted)
         one.counted = size
 
     def has_room(self, size: int) -> bool:
         """Return whether so many bytes more fit as it is."""
-        return self.num_bytes + size <= self._most_bytes
+        return self.num_bytes + size <= self._bytes.most
 
-    def make_room(self, size: int) -> None:
+    def make_room(self, tenant: str, size: int) -> None:
         """Drop the oldest answers that have ended until there is room. Raises `ApiError` (`overloaded`)."""
-        if self.has_room(size):  # asked for each note of each answer: nothing is walked then
-            return
-        for one in self:
-            if one.task is None:
-                self.drop(one, "evicted")
-                if self.has_room(size):
-                    return
-        message = "the server keeps as many unfinished responses as it may; try again later"
-        raise ApiError("overloaded", message, retry_after=5)
+        if not self._bytes.make_room(tenant, size):
+            most = f"{self._bytes.most >> 20} MiB, which tenants share"
+            message = f"the server keeps as many unfinished responses of this tenant as it may (of {most}); try later"
+            raise ApiError("overloaded", message, retry_after=5)
+
+    def _evict(self, tenant: str) -> bool:
+        oldest = next(iter(self._ended[tenant].values()), None)
+        if oldest is not None:
+            self.drop(oldest, "evicted")
+        return oldest is not None
 
     def outgrown(self, one: Owned) -> ApiError | None:
         """Return the error that ends an answer which takes more than there is room for."""
@@ -128,17 +137,18 @@ class Shelf:
             )
             return ApiError("answer_too_large", message)
         try:
-            self.make_room(0)
+            self.make_room(one.record.head.tenant, 0)
         except ApiError as error:
             return error
         return None
 
     def drop(self, one: Owned, why: Drop) -> None:
         """Keep an answer no more; one that runs is ended."""
-        name = one.record.head.name
+        name, tenant = one.record.head.name, one.record.head.tenant
         one.gone = True
         if self._owned.get(name) is one:
             del self._owned[name]
+            self._ended[tenant].pop(name, None)
             self.dropped[why] += 1
             self.weigh(one)
             self._copies.drop(name)

@@ -17,13 +17,14 @@ from typing import Any
 from msgspec import structs
 from starlette.types import ASGIApp
 
+from cluster.admission.deadline import deadline_exceeded
 from cluster.admission.tenants import Tenancy, Visit
 from cluster.answer_log import AnswerFacts, AnswerLog
 from cluster.errors import ApiError
 from cluster.openai.response_output import response_cancelled
 from cluster.responses.copies import Copies, NoCopies
 from cluster.responses.making import Maker, abandoned
-from cluster.responses.record import Head, Record, kept_of
+from cluster.responses.record import Head, Record, end_of, kept_of
 from cluster.responses.replays import Replays
 from cluster.responses.shelf import Owned, Shelf
 from cluster.responses.view import AnswerView
@@ -36,8 +37,8 @@ log = logging.getLogger(__name__)
 class ResponseStore:
     """Used on one event loop. retention: seconds for which an answer that has ended is kept.
 
-    most_bytes: of all answers, None = `MOST_BYTES`; where they are reached the oldest that have ended go first, and
-    then nothing new is taken. clock: seconds since 1970.
+    most_bytes: of all answers, None = `MOST_BYTES`; where they are reached the oldest that have ended go first, of
+    the tenants beyond an equal share, and then nothing new of these is taken. clock: seconds since 1970.
     """
 
     def __init__(
@@ -137,11 +138,11 @@ class ResponseStore:
 
     async def delete(self, name: str, tenant: str) -> None:
         """Keep an answer no more; one that runs is ended. Raises `ApiError` (404)."""
-        await self.head_by_id(name, tenant)
+        head = await self.head_by_id(name, tenant)
         one = self._own(name, tenant)  # an orphan may have been taken over meanwhile
-        self._copies.forget(name, tenant)
         if one is not None:
             self.shelf.drop(one, "deleted")
+        await self._copies.forget(head)
 
     async def head_by_id(self, name: str, tenant: str) -> Head:
         """Return the head of an answer that its client names. Raises `ApiError` (404)."""
@@ -166,13 +167,14 @@ class ResponseStore:
     def _started(self, head: Head, visit: Visit, facts: AnswerFacts | None, former: Record | None) -> Owned:
         """Begin an answer, or go on with a former one that failed."""
         try:
-            self.shelf.make_room(len(head.body))
+            self.shelf.make_room(head.tenant, len(head.body))
         except ApiError:
             self.refused += 1
             raise
-        record = Record(head)
+        record = Record(head, deadline=visit.deadline)
         if former is not None:
-            record = Record(former.head, list(former.notes), None, former.epoch + 1)
+            notes, epoch = list(former.notes), former.epoch + 1
+            record = Record(former.head, notes, None, epoch, deadline=visit.deadline)
         if (present := self.shelf.get(head.name)) is not None:
             self.shelf.drop(present, "superseded")
         one = Owned(record, kept_of(head))
@@ -237,12 +239,13 @@ class ResponseStore:
 
     def _may_adopt(self, record: Record) -> bool:
         """Whether a lost router's answer has room; one that runs takes the place of those that have ended."""
-        if record.end is None:
-            try:
-                self.shelf.make_room(record.size)
-            except ApiError:
-                return False
-        return self.shelf.has_room(record.size)
+        if record.end is not None:
+            return self.shelf.has_room(record.size)
+        try:
+            self.shelf.make_room(record.head.tenant, record.size)
+        except ApiError:
+            return False
+        return True
 
     async def _adopt(self, record: Record) -> Owned:
         """Make a record this router's own: go on with the answer, or keep it if it has ended.
@@ -252,17 +255,19 @@ class ResponseStore:
         record.epoch, record.owner = record.epoch + 1, ""
         self.taken_over += 1
         head, one = record.head, Owned(record, kept_of(record.head))
+        now, deadline = asyncio.get_running_loop().time(), record.deadline
+        if record.end is None and deadline is not None and deadline <= now:
+            record.end = end_of(deadline_exceeded(), self._clock())
         if record.end is not None:
-            record.ended_at = asyncio.get_running_loop().time() if record.ended_at is None else record.ended_at
+            record.ended_at = now if record.ended_at is None else record.ended_at
             self.shelf.put(one)
             self._copies.put(record)
             self._sweep_later()
             return one
-        answer_log, loop = record.log(one.kept), asyncio.get_running_loop()
+        answer_log = record.log(one.kept)
         context = CallContext(head.session, fingerprint=answer_log.fingerprint, continues=True)
-        left = None if head.deadline is None else loop.time() + head.deadline - self._clock()
         tenant = self._tenancy.holder(head.tenant)
-        visit = await self._tenancy.visit(tenant, left, context, answer_log.facts is not None)
+        visit = await self._tenancy.visit(tenant, deadline, context, answer_log.facts is not None)
         if (present := self._own(head.name, head.tenant)) is not None:
             await visit.close()
             return present

@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope
 from cluster.answer_log import ANSWER_LOG, AnswerLog
 from cluster.errors import ApiError
 from cluster.openai.response_output import CANCELLED
-from cluster.responses.record import End, Head
+from cluster.responses.record import End, Head, end_of
 
 _FRAME_END = b"\n\n"
 _CANCELLED = b"event: response.cancelled\n"
@@ -165,7 +165,7 @@ class AnswerView:
         if self.events and (error := _told(self.events[-1]).error) is not None:
             known = None if self.log.kept is None else self.log.kept.error
             if known is not None and known.code == error.get("code"):
-                return End(at, known.code, known.message, known.param, known.status, known.retryable)
+                return end_of(known, at)
             return End(at, str(error.get("code")), str(error.get("message")), error.get("param"))
         if self.events and self.events[-1].startswith(_CANCELLED):
             return End(at, CANCELLED)

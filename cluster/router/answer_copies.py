@@ -13,10 +13,22 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from cluster.errors import ApiError
-from cluster.responses.record import Record, pack_end, pack_head, unpack_end, unpack_head
-from cluster.router.dispatcher import Dispatcher
+from cluster.responses.deletions import Deletions
+from cluster.responses.record import Head, Record, pack_end, pack_head, unpack_end, unpack_head
+from cluster.router.dispatcher import CopyMessage, Dispatcher
 from cluster.router.replica_handle import ReplicaHandle
-from cluster.wire.answer_messages import Disclaim, Fetch, Fetched, Followed, Forget, Keep, Orphaned, Superseded
+from cluster.wire.answer_messages import (
+    Deleted,
+    Deletion,
+    Disclaim,
+    Fetch,
+    Fetched,
+    Followed,
+    Forget,
+    Keep,
+    Orphaned,
+    Superseded,
+)
 from cluster.wire.codec import Up
 from cluster.wire.link import MessageTooLargeError
 
@@ -65,10 +77,11 @@ class AnswerCopies:
         self._models = models
         self._retention = retention
         for one in models:
-            one.hold_copies(self._on_message)
+            one.hold_copies(self._on_message, self._on_linked)
         self._tickets = count()
         self._asked: dict[tuple[int, str], asyncio.Future[Fetched]] = {}
         self._records: dict[str, _Copied] = {}
+        self._deletions = Deletions()
         self._dirty: set[str] = set()
         self._fetches: WeakKeyDictionary[ReplicaHandle, asyncio.Semaphore] = WeakKeyDictionary()
         self._timer: asyncio.TimerHandle | None = None
@@ -88,6 +101,9 @@ class AnswerCopies:
 
     def put(self, record: Record) -> None:
         """See `Copies.put`."""
+        if self._is_deleted(record):
+            asyncio.get_running_loop().call_soon(self._superseded, record.head.name, record.epoch)
+            return
         copied = self._records.get(record.head.name)
         if copied is None or copied.record is not record:
             self._records[record.head.name] = _Copied(record)
@@ -170,12 +186,34 @@ class AnswerCopies:
             for one in asks:
                 one.cancel()
 
-    def forget(self, name: str, tenant: str) -> None:
-        """See `Copies.forget`."""
-        self._records.pop(name, None)
-        self._dirty.discard(name)
-        for replica in self._linked():
-            self._send(replica, Forget(name, tenant))
+    async def forget(self, head: Head) -> None:
+        """See `Copies.forget`. Copies that cannot be reached now are dropped when they can (`Deletions`)."""
+        self._learn((Deletion(head.name, head.tenant, head.born, self._retention),))
+        if linked := self._linked():  # it has read what was sent before, once it answers
+            await self._ask(linked[0], head.name, head.tenant, 0, 0.0)
+
+    def _learn(self, told: Sequence[Deletion], source: ReplicaHandle | None = None) -> None:
+        """Drop what was deleted, and pass on what is new. source: that told it, None = it was deleted here."""
+        new = self._deletions.learn(told, asyncio.get_running_loop().time())
+        for one in new:
+            copied = self._records.get(one.name)
+            if copied is not None and self._is_deleted(copied.record):
+                self._superseded(one.name, copied.record.epoch)
+        for replica in self._linked() if new else ():
+            if replica is not source:
+                self._send(replica, Deleted(new))
+
+    def _is_deleted(self, record: Record) -> bool:
+        head = record.head
+        return self._deletions.knows(head.tenant, head.name, head.born)
+
+    def _on_linked(self, replica: ReplicaHandle) -> None:
+        """Tell a replica that may have been cut off what was deleted or taken over meanwhile."""
+        for said in self._deletions.told(asyncio.get_running_loop().time()):
+            self._send(replica, said)
+        for name, copied in self._records.items():
+            if copied.record.epoch and copied.homes:
+                self._send(replica, Forget(name, copied.record.head.tenant, copied.record.epoch - 1, None))
 
     def drop(self, name: str) -> None:
         """See `Copies.drop`."""
@@ -185,7 +223,7 @@ class AnswerCopies:
             for home in copied.homes:
                 self._send(home, Forget(name, copied.record.head.tenant, copied.record.epoch))
 
-    def _on_message(self, replica: ReplicaHandle, message: Fetched | Orphaned | Superseded | Followed) -> None:
+    def _on_message(self, replica: ReplicaHandle, message: CopyMessage) -> None:
         """Take in what a replica says of copies; an answer that comes too late is dropped."""
         match message:
             case Fetched():
@@ -205,6 +243,8 @@ class AnswerCopies:
                     copied.full.add(replica)
                     self._dirty.add(name)
                     self._flush_after(PAUSE)
+            case Deleted(deletions=told):
+                self._learn(told, replica)
             case Followed(name=name):
                 self._followed(name)
             case Superseded(name=name, epoch=epoch):
@@ -241,7 +281,10 @@ class AnswerCopies:
             if not found.more:
                 ended_at = None if end is None else asyncio.get_running_loop().time() - found.age
                 record = Record(head, notes, end, found.epoch, owner=found.owner, ended_at=ended_at)
-                return True, _Found(replica, record, found.owned, found.rival)
+                if found.left is not None:
+                    record.deadline = asyncio.get_running_loop().time() + found.left
+                found_here = _Found(replica, record, found.owned, found.rival)
+                return True, None if self._is_deleted(record) else found_here
 
     async def _ask(
         self, replica: ReplicaHandle, name: str, tenant: str | None, known: int, wait: float, claims: bool = False
@@ -328,11 +371,13 @@ class AnswerCopies:
                 record.epoch,
                 record.head.tenant,
                 head,
+                record.head.born,
                 told,
                 tuple(notes),
                 end,
                 self._retention,
                 max(0.0, age),
+                None if record.deadline is None else max(0.0, record.deadline - now),
             )
             try:
                 self._send(home, said)

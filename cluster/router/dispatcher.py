@@ -23,7 +23,7 @@ from cluster.router.reports import ReportReader
 from cluster.router.token_log import TokenLog
 from cluster.router.why import Explanation, Inquiries, explanation
 from cluster.token_source import NO_CONTEXT, CallContext, TokenChunk
-from cluster.wire.answer_messages import Fetched, Followed, Orphaned, Superseded
+from cluster.wire.answer_messages import Deleted, Fetched, Followed, Orphaned, Superseded
 from cluster.wire.codec import Down, Up
 from cluster.wire.link import CLOSED, DAMAGED, ReplicaLink
 from cluster.wire.replica_messages import Begun, Draining, Explained, Heartbeat, Rejected, Report
@@ -32,7 +32,7 @@ from cluster.wire.translation import waited
 from engine.request import Request
 from engine.sampling_params import MOST_LOGPROBS
 
-CopyMessage = Fetched | Orphaned | Superseded | Followed
+CopyMessage = Fetched | Orphaned | Superseded | Followed | Deleted
 
 
 class Dispatcher:
@@ -65,6 +65,7 @@ class Dispatcher:
         self._inquiries = Inquiries(self._replicas.send)
         self._deadlines = DeadlineTimers(self._loop, self._expire)
         self._on_copies: Callable[[ReplicaHandle, CopyMessage], None] = lambda *_: None
+        self._on_linked: Callable[[ReplicaHandle], None] = lambda _: None
         self._has_all_links: Callable[[], bool] = lambda: True
         self._closing = False
         self._on_leaving: Callable[[str, bool], None] = lambda replica_id, _: self.remove_replica(replica_id)
@@ -179,9 +180,11 @@ class Dispatcher:
         """Have `has_all` say whether all replicas that are there are linked, or cannot be."""
         self._has_all_links = has_all
 
-    def hold_copies(self, on_message: Callable[[ReplicaHandle, CopyMessage], None]) -> None:
-        """Have `on_message` called with what replicas say of copies of answers."""
-        self._on_copies = on_message
+    def hold_copies(
+        self, on_message: Callable[[ReplicaHandle, CopyMessage], None], on_linked: Callable[[ReplicaHandle], None]
+    ) -> None:
+        """Have `on_message` called with what replicas say of copies of answers, and `on_linked` with new replicas."""
+        self._on_copies, self._on_linked = on_message, on_linked
 
     async def explain(self, name: str, tenant: str | None = None) -> Explanation:
         """Return what this router and the replicas know of a request's waiting.
@@ -195,7 +198,7 @@ class Dispatcher:
     def add_link(self, link: ReplicaLink) -> None:
         """Use a replica from now on; a link to an earlier life of it is given up."""
         self._blame.is_alive(link.replica_id, link.incarnation)
-        self._replicas.add(link)
+        self._on_linked(self._replicas.add(link))
         self._placement.place_waiting()
 
     def remove_replica(self, replica_id: str) -> None:
@@ -366,7 +369,7 @@ class Dispatcher:
                 self._reports.on_rejected(replica, message)
             case Explained():
                 self._inquiries.on_answer(replica, message)
-            case Fetched() | Orphaned() | Superseded() | Followed():
+            case Fetched() | Orphaned() | Superseded() | Followed() | Deleted():
                 self._on_copies(replica, message)
             case Draining(hand_over=hand_over):
                 replica.hands_over |= hand_over

@@ -1,7 +1,7 @@
 """What routers and replicas say of answers that replicas keep copies of, so that they outlive the router.
 
 A router says `Keep`, `Fetch`, `Forget` and `Disclaim`; a replica says `Fetched`, `Orphaned`, `Superseded` and
-`Followed`.
+`Followed`; both say `Deleted`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ class Keep(Packed, tag=8, frozen=True):
     """Keep a copy of an answer of this router's, or what is new of it (`cluster.responses.record`).
 
     It replaces what another router said of a lower epoch, or of the same one under a lower name. head: b"" where it
-    was said before. first: index of the first of `notes` among all of the answer's. end: b"" while it runs.
-    retention: seconds to keep it after its end, or without a router. age: seconds since its end.
+    was said before. born: of its head. first: index of the first of `notes` among all of the answer's. end: b"" while
+    it runs. retention: seconds to keep it after its end, or without a router. age: seconds since its end. left:
+    seconds to its deadline, None = it has none.
     """
 
     name: Name
     epoch: Count
     tenant: Name
     head: bytes
+    born: Name
     first: Count
     notes: tuple[bytes, ...]
     end: bytes = b""
     retention: Seconds = 0.0
     age: Seconds = 0.0
+    left: Seconds | None = None
 
 
 class Fetch(Packed, tag=9, frozen=True):
@@ -46,16 +49,30 @@ class Fetch(Packed, tag=9, frozen=True):
 
 
 class Forget(Packed, tag=10, frozen=True):
-    """Drop an answer of a tenant's; whoever makes it is told. It is taken in no more, but another by its name is.
+    """Drop what `owner` said of an answer of a tenant's in this epoch.
 
-    epoch: drop only what `owner` said in this one, without a word to it, and take in others; None = any. owner: ""
-    = the router that says this.
+    owner: "" = the router that says this; None = whoever, also in earlier epochs, and is told of it.
     """
 
     name: Name
     tenant: Name
-    epoch: Count | None = None
-    owner: Name = ""
+    epoch: Count
+    owner: Name | None = ""
+
+
+class Deletion(Packed, frozen=True):
+    """An answer of a tenant's that was deleted. born: of its head. left: seconds for which copies may come back."""
+
+    name: Name
+    tenant: Name
+    born: Name
+    left: Seconds
+
+
+class Deleted(Packed, tag=23, frozen=True):
+    """Drop these answers, make and take in none of them any more, and pass on what you had not heard of yet."""
+
+    deletions: tuple[Deletion, ...]
 
 
 class Disclaim(Packed, tag=21, frozen=True):
@@ -68,7 +85,8 @@ class Fetched(Packed, tag=18, frozen=True):
     """What is kept of an answer; without a name: nothing is. head: b"" where notes were known before.
 
     more: there are further notes, which fetch as well. owner: the router that made it, with its link if `owned`.
-    age: seconds since its end. rival: another router claims it: the first of the two is to have it.
+    age: seconds since its end. rival: another router claims it: the first of the two is to have it. left: as of
+    `Keep`.
     """
 
     ticket: Count
@@ -82,6 +100,7 @@ class Fetched(Packed, tag=18, frozen=True):
     owned: bool = False
     age: Seconds = 0.0
     rival: Literal["", "first", "second"] = ""
+    left: Seconds | None = None
 
 
 class Orphaned(Packed, tag=19, frozen=True):
@@ -91,7 +110,7 @@ class Orphaned(Packed, tag=19, frozen=True):
 
 
 class Superseded(Packed, tag=20, frozen=True):
-    """What this router said of an answer is not kept any more: another one has it, in this epoch, or dropped it.
+    """What this router said of an answer is not kept any more: another one has it, in this epoch.
 
     full: neither, but there is no room for it here; it may be kept elsewhere.
     """

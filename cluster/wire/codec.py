@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import msgspec
 
-from cluster.wire.answer_messages import Disclaim, Fetch, Fetched, Followed, Forget, Keep, Orphaned, Superseded
+from cluster.wire.answer_messages import (
+    Deleted,
+    Disclaim,
+    Fetch,
+    Fetched,
+    Followed,
+    Forget,
+    Keep,
+    Orphaned,
+    Superseded,
+)
 from cluster.wire.parts import MAX_COUNT
 from cluster.wire.replica_messages import Begun, Draining, Explained, Heartbeat, Rejected, Report, Welcome
 from cluster.wire.router_messages import Abort, Explain, FinishChoice, Hello, Ping, Resync, Submit
 from engine.errors import SquadronError
 
-Up = Hello | Submit | Abort | FinishChoice | Ping | Resync | Explain | Keep | Fetch | Forget | Disclaim
+Up = Hello | Submit | Abort | FinishChoice | Ping | Resync | Explain | Keep | Fetch | Forget | Disclaim | Deleted
 Down = (
     Welcome
     | Report
@@ -23,6 +33,7 @@ Down = (
     | Orphaned
     | Superseded
     | Followed
+    | Deleted
 )
 Message = Up | Down
 

@@ -10,7 +10,7 @@ from msgspec import Meta, field
 from cluster.accounts.flight_recorder import Wait
 from engine.sampling_params import MAX_N
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 MAX_COUNT = 2**63 - 1
 MAX_NAME = 256
 MAX_TEXT = 4096

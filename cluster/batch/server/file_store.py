@@ -91,17 +91,23 @@ class FileStore:
                 listed = stored is not None and stored.tenant == tenant and purpose in (None, stored.purpose)
                 yield stored if listed else None
 
-        ids = [one for one in self._root.names(FOLDER) if FILE_IDS.may_be_of(one, tenant)]
-        return page_of(ids, asked, read)
+        return page_of(self._ids(tenant), asked, read)
+
+    def count(self, tenant: str) -> int:
+        """Return how many files a tenant has."""
+        return len(self._ids(tenant))
 
     def stored_bytes(self, tenant: str) -> int:
         """Return what the contents of a tenant's files take."""
-        ids = [one for one in self._root.names(FOLDER) if FILE_IDS.may_be_of(one, tenant)]
+        ids = self._ids(tenant)
         there = set(ids)
         for one in [one for one in list(self._known.values()) if one.tenant == tenant]:
             if one.id not in there:
                 self._known.pop(one.id, None)
         return sum([one.size for one in self._readable(ids) if one.tenant == tenant])
+
+    def _ids(self, tenant: str) -> list[str]:
+        return [one for one in self._root.names(FOLDER) if FILE_IDS.may_be_of(one, tenant)]
 
     def expired(self, now: float) -> list[StoredFile]:
         """Return all tenants' files whose time is over. now: seconds since 1970."""

@@ -15,6 +15,7 @@ from cluster.batch.server.objects import WINDOW_SECONDS, BatchRecord, StoredFile
 from cluster.batch.server.root import Draft, Root
 from cluster.errors import ApiError
 
+MOST_FILES = 10_000  # of one tenant: each list, upload and sweep looks at the names of all
 MOST_OPEN = 1000  # batches of one tenant that have not ended: a runner looks at all of them every second
 
 
@@ -60,11 +61,12 @@ class Store:
     def keep_input(
         self, draft: Draft, tenant: str, filename: str, most: int | None = None, expires_after: int | None = None
     ) -> StoredFile:
-        """Make a file of what a client sent as the input of batches; 413 beyond the tenant's quota.
+        """Make a file of what a client sent as the input of batches; 413 beyond the tenant's quota, or `MOST_FILES`.
 
         most: that quota, in bytes; None = it has none. Of uploads that come at the same time each counts itself, and
         then looks again: none passes unseen.
         """
+        self._check_number(tenant)
         if most is None:
             return self.files.add(draft, tenant, filename, "batch", expires_after)
         self._check_room(tenant, most, draft.size)
@@ -122,6 +124,7 @@ class Store:
         413 where nothing is left for its output.
         """
         self._check_input(new.input_file_id, tenant)
+        self._check_number(tenant)
         if self.batches.num_open(tenant) >= MOST_OPEN:
             raise _too_many_batches()
         if most is not None:
@@ -171,6 +174,11 @@ class Store:
         self.batches.ask_cancel(batch_id, int(time.time()))
         return self.batch(batch_id, tenant)
 
+    def _check_number(self, tenant: str) -> None:
+        """Raise `ApiError` where a tenant may have no more files."""
+        if self.files.count(tenant) >= MOST_FILES:
+            raise _full(f"this tenant has {MOST_FILES} files and may have no more")
+
     def _check_room(self, tenant: str, most: int, more: int) -> int:
         """Return the bytes that a tenant has stored; raises `ApiError` where `more` would be too many."""
         used = self.files.stored_bytes(tenant)
@@ -208,10 +216,13 @@ class Store:
 
 def storage_full(most: int) -> ApiError:
     """Return the error of a tenant that has no room for more. most: its quota, in bytes."""
-    message = (
-        f"the files of this tenant may take {most} bytes (its quota max_stored_bytes), and this would be more; "
-        "GET /v1/files lists them, DELETE /v1/files/ID makes room"
+    return _full(
+        f"the files of this tenant may take {most} bytes (its quota max_stored_bytes), and this would be more"
     )
+
+
+def _full(why: str) -> ApiError:
+    message = f"{why}; GET /v1/files lists them, DELETE /v1/files/ID makes room"
     return ApiError("storage_quota_exceeded", message, status=413)
 
 

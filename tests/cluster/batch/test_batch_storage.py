@@ -69,6 +69,18 @@ def test_what_a_batch_leaves_counts_and_a_full_tenant_makes_no_new_batch(store):
     store.create_batch(NewBatch(stored.id, URL), "a", 101)
 
 
+def test_a_tenant_has_so_many_files_and_no_more(store, monkeypatch):
+    monkeypatch.setattr("cluster.batch.server.store.MOST_FILES", 2)
+    first, _ = [kept_within(store, 1, None) for _ in range(2)]
+    for act in (lambda: kept_within(store, 0, None), lambda: store.create_batch(NewBatch(first.id, URL), "a")):
+        with pytest.raises(ApiError, match=r"2 files .*DELETE /v1/files/ID") as caught:
+            act()
+        assert (caught.value.code, caught.value.status) == FULL
+    assert kept_within(store, 1, None, tenant="b").tenant == "b"
+    store.delete_file(first.id, "a")
+    kept_within(store, 1, None)
+
+
 def test_uploads_that_meet_never_take_more_than_the_quota(tmp_path):
     places = [Store(open_root(str(tmp_path)), 1 << 20) for _ in range(6)]
     admission = threading.Barrier(len(places))

@@ -486,12 +486,14 @@ async def test_what_goes_out_to_slow_clients_is_bounded(model, tmp_path, monkeyp
         assert len(answer.content) == 30 * MIB
 
 
-async def test_what_is_larger_than_the_bound_goes_alone():
+async def test_what_is_larger_than_the_bound_goes_alone_and_takes_no_room_of_other_tenants():
     under_way = UnderWay(10)
-    with under_way.sending(50):
-        with pytest.raises(ApiError), under_way.sending(1):
+    with under_way.sending("a", 50):
+        with pytest.raises(ApiError, match="tenants share"), under_way.sending("a", 1):
             pass
-        assert under_way._bytes == 50
-    with under_way.sending(4), under_way.sending(6), pytest.raises(ApiError), under_way.sending(1):
+        with under_way.sending("b", 5), pytest.raises(ApiError), under_way.sending("b", 1):
+            pass
+    with under_way.sending("a", 4), under_way.sending("a", 6), pytest.raises(ApiError), under_way.sending("a", 1):
         pass
-    assert under_way._bytes == 0
+    with under_way.sending("a", 10):
+        pass

@@ -139,7 +139,7 @@ class LabRouter:
 
 
 class RouterLab:
-    """Some routers over three replicas on the fake model, behind the guard. on_message: called as a router says one.
+    """Some routers over some replicas on the fake model, behind the guard. on_message: called as a router says one.
 
     gateway: between guard and routers is our own wire, and not what stands for Ray Serve's.
     """
@@ -151,7 +151,9 @@ class RouterLab:
         pace: float = 0.0005,
         router_wait: float = 20.0,
         gateway: bool = False,
+        replicas: str = "abc",
     ) -> None:
+        self._names = replicas
         self._pool = RouterPool("gateway", router_wait) if gateway else None
         self.model = served_model(folder, max_model_len=CONTEXT)
         self.router_wait = router_wait
@@ -171,7 +173,7 @@ class RouterLab:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> RouterLab:
-        self.replicas = [self._replica(name) for name in "abc"]
+        self.replicas = [self._replica(name) for name in self._names]
         for _ in range(self._wanted):
             await self.add()
         guard = self._watched(RouterLossGuard(self._proxy))

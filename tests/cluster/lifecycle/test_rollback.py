@@ -137,6 +137,18 @@ def test_a_time_of_day_that_jumps_makes_no_app_a_deleted_one(jump: float) -> Non
     assert serve.restored == [OLD]
 
 
+@pytest.mark.parametrize("ahead", [-7200.0, 7200.0])
+def test_a_router_whose_clock_is_another_nodes_knows_a_living_app(ahead: float) -> None:
+    serve = Serve()
+    old = serve.router(RUNNING)
+    new = Rollback(serve, serve.memory, lambda: serve.now + ahead, lambda: serve.now)
+    for _ in range(10):  # one beside the other
+        serve.show(new, DEPLOYING)
+        serve.show(old, DEPLOYING)
+    serve.show(new, DEPLOYING, BAD, BAD)
+    assert serve.restored == [OLD]
+
+
 def test_a_router_that_is_being_replaced_does_not_call_its_version_good() -> None:
     serve = Serve()
     old = serve.router(RUNNING)

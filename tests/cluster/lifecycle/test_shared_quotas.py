@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import types
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from cluster.admission.quotas import MINUTE, Quotas
 from cluster.errors import ApiError
 from cluster.lifecycle import control_store
 from cluster.lifecycle.shared_quotas import COUNTS_SECONDS, KEPT_SECONDS, SharedQuotas
-from tests.cluster.admission.quotas_lab import set_clock
+from tests.cluster.admission.quotas_lab import Clock, set_clock
 
 THREE = Tenant("t", Quota(requests_per_minute=3))
 TOKENS = Tenant("t", Quota(tokens_per_minute=100))
@@ -35,6 +36,7 @@ class Router:
     """One life of a router, as far as quotas go."""
 
     def __init__(self, name, clock, app="squadron"):
+        self.clock = clock
         self.quotas = Quotas(clock)
         self._shared = SharedQuotas(app, name, self.quotas, asyncio.get_running_loop(), clock)
 
@@ -140,6 +142,19 @@ async def test_a_clock_that_jumps_shuts_nobody_out(clock, kept):
     clock.now -= 86_400
     await b.exchange()
     assert await b.enters()
+
+
+@pytest.mark.parametrize("ahead", [-7200.0, -150.0, 150.0, 7200.0])
+async def test_a_quota_holds_over_routers_whose_clocks_differ(clock, kept, ahead, monkeypatch):
+    """Once both are there: how old that is which was used before, the clocks alone can tell."""
+    a, b = Router("a", Clock(clock.now)), Router("b", Clock(clock.now + ahead))
+    for spender, tokens in ((a, 1), (b, 1), *[(a, 10), (b, 10)] * 3):
+        for turn, one in enumerate((spender, a, b, a)):
+            a.clock.now, b.clock.now = a.clock.now + 1, b.clock.now + 1
+            monkeypatch.setattr("limits.aio.storage.memory.time", types.SimpleNamespace(time=one.clock))
+            await (one.exchange() if turn else one.quotas.use_output(TOKENS, tokens))
+            left = await one.remaining(TOKENS)
+    assert left in range(38, 41)
 
 
 async def test_without_the_control_store_each_router_goes_on_alone_and_says_so_once(clock, monkeypatch, caplog):

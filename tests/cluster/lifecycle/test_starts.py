@@ -159,13 +159,14 @@ def test_one_that_was_killed_while_it_started_counts_and_its_phase_is_named() ->
     )
 
 
-def test_a_good_start_ends_the_count() -> None:
+@pytest.mark.parametrize("later", [100, -3600], ids=["later", "by a clock behind"])
+def test_a_good_start_ends_the_count(later: int) -> None:
     store = Store()
     store.fail("a")
     store.fail("b")
     store.start("c").ready()
     store.alive.clear()
-    store.now += 100
+    store.now += later
     assert failures_in_a_row(store.of_version(), store.alive, store.now)[0] == 0
 
 

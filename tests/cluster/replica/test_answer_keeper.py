@@ -10,7 +10,18 @@ import pytest
 
 from cluster.replica import answer_keeper
 from cluster.replica.answer_keeper import AnswerKeeper
-from cluster.wire.answer_messages import Disclaim, Fetch, Fetched, Followed, Forget, Keep, Orphaned, Superseded
+from cluster.wire.answer_messages import (
+    Deleted,
+    Deletion,
+    Disclaim,
+    Fetch,
+    Fetched,
+    Followed,
+    Forget,
+    Keep,
+    Orphaned,
+    Superseded,
+)
 
 
 class Router:
@@ -37,7 +48,14 @@ class Lab:
         self.keeper = AnswerKeeper(lambda: self.linked, most_bytes)
 
     def keep(self, router: Router, name: str = "resp_1", epoch: int = 0, **changes: Any) -> None:
-        given: dict[str, Any] = {"tenant": "ann", "head": b"head", "first": 0, "notes": (b"a",), "retention": 60.0}
+        given: dict[str, Any] = {
+            "tenant": "ann",
+            "head": b"head",
+            "born": "1",
+            "first": 0,
+            "notes": (b"a",),
+            "retention": 60.0,
+        }
         self.keeper.take(router, Keep(name, epoch, **given | changes))  # type: ignore[arg-type]  # a fake session
 
     def fetch(self, router: Router, name: str = "resp_1", tenant: str | None = "ann", **changes: Any) -> Fetched:
@@ -103,16 +121,21 @@ async def test_of_two_that_begin_the_same_one_keeps_it() -> None:
         assert lab.routers[0].told == [Superseded("resp_1", 0)]
 
 
-async def test_what_was_dropped_comes_back_by_no_late_word() -> None:
+async def test_what_was_deleted_comes_back_by_no_late_word_and_another_one_by_its_name_does() -> None:
     lab = Lab("one", "two")
     one, two = lab.routers
     lab.keep(one)
-    lab.keeper.take(two, Forget("resp_1", "bob"))  # type: ignore[arg-type]
+    lab.keeper.take(two, Deleted((Deletion("resp_1", "bob", "1", 60.0),)))  # type: ignore[arg-type]
     assert lab.fetch(two).name == "resp_1"
-    lab.keeper.take(two, Forget("resp_1", "ann"))  # type: ignore[arg-type]
-    assert one.told == [Superseded("resp_1", 0)]
+    one.told.clear()
+    said = Deleted((Deletion("resp_1", "ann", "1", 60.0),))
+    for _ in range(2):
+        lab.keeper.take(two, said)  # type: ignore[arg-type]
+    assert one.told == [said], "it is passed on once"
     lab.keep(one)
     assert lab.fetch(two) == Fetched(7)
+    lab.keep(one, born="2")
+    assert lab.fetch(two).name == "resp_1"
 
 
 async def test_the_answers_of_a_lost_router_are_offered_by_all_replicas_to_the_same_one() -> None:
@@ -227,6 +250,18 @@ async def test_the_oldest_that_have_ended_make_room() -> None:
         lab.keep(lab.routers[0], f"resp_{number}", notes=(bytes(3000),), end=b"end")
     kept = [name for name in ("runs", *[f"resp_{n}" for n in range(8)]) if lab.fetch(lab.routers[0], name).name]
     assert kept == ["runs", "resp_6", "resp_7"]
+
+
+async def test_copies_of_one_tenant_take_no_room_of_anothers() -> None:
+    lab = Lab("one", most_bytes=10_000)
+    (one,) = lab.routers
+    lab.keep(one, "anns", notes=(bytes(3000),), end=b"end")
+    for number in range(8):
+        lab.keep(one, f"bobs_{number}", tenant="bob", notes=(bytes(3000),), end=b"end" if number < 4 else b"")
+    assert lab.fetch(one, "anns").name
+    assert len(lab.keeper) == 3
+    lab.keep(one, "anns_next", notes=())
+    assert lab.fetch(one, "anns_next").name
 
 
 async def test_where_running_ones_fill_it_what_grows_is_not_kept_and_its_router_told() -> None:

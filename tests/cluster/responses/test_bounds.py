@@ -6,6 +6,8 @@ from functools import partial
 
 import pytest
 
+from cluster.admission.keys import FixedKeys, KeyEntry, KeyRing, Tenant, hash_key
+from cluster.admission.tenants import Tenancy
 from cluster.responses import making, shelf
 from cluster.token_source import NO_CONTEXT
 from tests.cluster.responses.test_background import asked, events, until_status
@@ -39,6 +41,47 @@ async def test_the_oldest_that_have_ended_go_first(model):
     assert found == sorted(found, reverse=True)
     assert found[0] == 404
     assert found[-1] == 200
+
+
+def two_tenants():
+    """Beside the first test's one."""
+    return Tenancy(FixedKeys(KeyRing([KeyEntry(hash_key(name), Tenant(name)) for name in ("ann", "bob")])))
+
+
+def of(name):
+    return {"authorization": f"Bearer {name}"}
+
+
+async def test_what_another_tenant_stores_drops_none_of_a_tenants_answers(model):
+    async with client_for(app_for(saying(model, "hello"), model, tenancy=two_tenants())) as client:
+        names = {"ann": [], "bob": []}
+        for who in ["ann"] * 2 + ["bob"] * 8:
+            body = asked(input="x" * SIZE, background=False, store=True)
+            names[who].append((await client.post("/v1/responses", json=body, headers=of(who))).json()["id"])
+        found = {
+            who: [(await client.get(f"/v1/responses/{one}", headers=of(who))).status_code for one in ones]
+            for who, ones in names.items()
+        }
+        assert found == {"ann": [200] * 2, "bob": [404] * 6 + [200] * 2}
+
+
+async def test_where_another_tenants_running_ones_fill_it_a_tenant_within_its_share_is_served(model):
+    source = saying(model, "hello world", hold=3)
+    async with client_for(app_for(source, model, tenancy=two_tenants())) as client:
+        begin = partial(client.post, "/v1/responses", json=asked(input="x" * SIZE))
+        told = [(await begin(headers=of(who))).status_code for who in ["bob"] * 6 + ["ann"] * 2 + ["bob"]]
+        assert told == [200] * 4 + [429] * 2 + [200] * 2 + [429]
+        source.go.set()
+
+
+async def test_blanks_in_a_body_take_no_room(model):
+    async with client_for(app_for(saying(model, "hello"), model)) as client:
+        names = []
+        for _ in range(8):
+            body = json.dumps(asked(background=False, store=True)).replace(",", "," + " " * SIZE)
+            answer = await client.post("/v1/responses", content=body, headers={"content-type": "application/json"})
+            names.append(answer.json()["id"])
+        assert {(await client.get(f"/v1/responses/{name}")).status_code for name in names} == {200}
 
 
 async def test_where_running_ones_fill_it_new_ones_are_refused_for_now(model):

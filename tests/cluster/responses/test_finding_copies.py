@@ -20,7 +20,7 @@ from tests.cluster.ingress.router_lab import LabRouter, RouterLab
 from tests.cluster.responses.test_router_deaths import begin, client_of
 from tests.simulator.links import connect_local
 
-HEAD = Head("resp_1", "/v1/responses", b"{}", "ann", 0.0)
+HEAD = Head("resp_1", "/v1/responses", b"{}", "ann", "1")
 OLD, NEW = (0, "router-1"), (1, "router-2")
 
 
@@ -107,7 +107,7 @@ class Pages:
         self.new = (OLD[0], NEW[1]) if same_epoch else NEW
         self.asked = 0
 
-    def hold_copies(self, on_message: Any) -> None:
+    def hold_copies(self, on_message: Any, on_linked: Any) -> None:
         self.tell = on_message
 
     def send(self, replica: Any, said: Up) -> None:
@@ -135,7 +135,7 @@ class Keepers:
     def __init__(self, count: int) -> None:
         self.linked = [Named(number) for number in range(count)]
 
-    def hold_copies(self, on_message: Any) -> None:
+    def hold_copies(self, on_message: Any, on_linked: Any) -> None:
         self.tell = on_message
 
     def send(self, replica: Any, said: Up) -> None:

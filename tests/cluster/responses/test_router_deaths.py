@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from itertools import count
 from typing import Any
 
@@ -95,6 +96,25 @@ async def test_another_router_goes_on_with_it_by_itself(tmp_path):
         await until_tokens(one, name, 20)
         lab.kill(one, successor_after=None)
         assert text_of(await fetched(two, name)) == text_of(whole)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "seconds", "tokens", "status"), [(3600.0, 60, LENGTH, "incomplete"), (-3600.0, 1, 3000, "failed")]
+)
+async def test_its_deadline_goes_by_no_routers_clock(tmp_path, monkeypatch, ahead, seconds, tokens, status):
+    """ahead: seconds by which the wall clock of the next router is ahead of the first one's."""
+    async with RouterLab(tmp_path, pace=0.002) as lab:
+        one, two = lab.routers
+        real = time.time
+        with monkeypatch.context() as first:
+            first.setattr("time.time", lambda: real() - ahead)
+            async with client_of(one) as client:
+                client.headers["x-request-timeout-seconds"] = str(seconds)
+                name = (await client.post("/v1/responses", json=ASKED | {"max_output_tokens": tokens})).json()["id"]
+        await until_tokens(one, name, 20)
+        lab.kill(one, successor_after=None)
+        ended = await fetched(two, name, status)
+        assert status != "failed" or "deadline" in ended["error"]["message"]
 
 
 async def test_the_successor_of_the_only_router_goes_on_with_it(tmp_path):

@@ -24,7 +24,7 @@ from tests.openai_app import MODEL, app_for, client_for, saying, served_model
 
 NAME = "resp_1"
 BODY = {"model": MODEL, "input": "hi", "background": True}
-HEAD = Head(NAME, "/v1/responses", json.dumps(BODY).encode(), OPEN.name, 0.0, background=True)
+HEAD = Head(NAME, "/v1/responses", json.dumps(BODY).encode(), OPEN.name, "1", background=True)
 
 
 @pytest.fixture(scope="module")
