@@ -209,6 +209,11 @@ class EngineCore:
         self._or_die(lambda: self._sleep.end(tags))
 
     @property
+    def fingerprint(self) -> str:
+        """Of the weights that are loaded, and of what is made of them; waking may change it."""
+        return self._executor.fingerprint
+
+    @property
     def is_sleeping(self) -> bool:
         """Whether a part of the engine sleeps, so that no step computes anything."""
         return self._sleep.level > 0

@@ -35,6 +35,7 @@ class Done(Pending):
 class FakeExecutor(Executor):
     """Deterministic stand-in for a tensor-parallel group.
 
+    in_folder: fingerprint of the weights that the next waking reads; "" = of the same.
     step_time: seconds that a step is made to last, as a function of its inputs; `sleep` lets them pass (virtual time
     hands in its own).
     """
@@ -51,6 +52,7 @@ class FakeExecutor(Executor):
         self._cache = self._garbage()
         self._vocab_size = vocab_size
         self._drawn = np.zeros(0, np.int32)  # tokens of the last step
+        self.in_folder = ""
         self._step_time = step_time
         self._sleep = sleep
 
@@ -93,6 +95,8 @@ class FakeExecutor(Executor):
     def wake(self, tag: str) -> None:
         if tag == KV_CACHE:
             self._cache = self._garbage()
+        elif self.in_folder:
+            self.fingerprint, self.in_folder = self.in_folder, ""
 
     @override
     def close(self) -> None:

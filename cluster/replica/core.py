@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cluster.accounts.flight_recorder import FlightRecorder
@@ -205,6 +206,13 @@ class ReplicaCore:
         if run is not None:
             self._runs.drop(run)
             self._refuse(run.session, _rejection(run.stream, error))
+
+    def on_weights(self, fingerprint: str) -> None:
+        """Begin another life: what routers know of this one, and what runs here, is of the weights before."""
+        logger.info("replica %s has other weights than before it slept: %s", self.facts.replica_id, fingerprint)
+        self.facts = replace(self.facts, fingerprint=fingerprint)
+        self.incarnation += 1
+        self._sessions.begin_anew(self.facts, self.incarnation)
 
     def on_dead(self, reason: str) -> None:
         """End all links with the reason, so that the routers go elsewhere at once. Only the first call counts.

@@ -68,6 +68,9 @@ class EngineListener(Protocol):
     def on_rejected(self, request_id: str, error: InvalidRequestError) -> None:
         """The engine refused a request that was added."""
 
+    def on_weights(self, fingerprint: str) -> None:
+        """The engine woke up with other weights: what it reports from now on is another model's."""
+
     def on_dead(self, reason: str) -> None:
         """The engine cannot go on; nothing else will be reported. Called once."""
 
@@ -166,7 +169,7 @@ class Engine(ABC):
             self._commands.popleft()()
 
     def _rest(self, level: int, asleep: tuple[str, ...], done: OnRested) -> None:
-        core, failed = self._core, ""
+        core, before, failed = self._core, self._core.fingerprint, ""
         try:
             if asleep and not core.is_sleeping:
                 core.sleep(level)
@@ -174,6 +177,9 @@ class Engine(ABC):
                 core.wake_up([tag for tag in TAGS if tag not in asleep])
         except (CheckpointError, ConfigError, StepMemoryError) as error:
             failed = str(error)
+        if (fingerprint := core.fingerprint) != before:
+            # Before any step's report: who hears of it lets go of what runs, so no answer is of two models.
+            self._publish(lambda: self._listener.on_weights(fingerprint))
         rested = Rested(core.sleep_level, core.asleep, core.released, failed)
         self._publish(lambda: done(rested))
 

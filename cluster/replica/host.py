@@ -34,7 +34,7 @@ from engine.core import EngineCore
 from engine.device.machine import settle_heap
 from engine.errors import EngineDeadError
 from engine.grammar.compile_service import GrammarService
-from engine.loader.fingerprint import model_fingerprint, replica_fingerprint, vocabulary_fingerprint
+from engine.loader.fingerprint import vocabulary_fingerprint
 from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -172,10 +172,7 @@ def _facts(replica_id: str, config: ClusterConfig, group: StartedGroup) -> Repli
         block_size=info.config.block_size,
         num_kv_blocks=info.num_kv_blocks - 1,
         eos_token_ids=info.eos_token_ids,
-        fingerprint=replica_fingerprint(
-            model_fingerprint(config.source, info.config.dtype, info.config.weight_form, config.hf_overrides),
-            info.arithmetic,
-        ),
+        fingerprint=group.executor.fingerprint,
         token_budget=info.config.token_budget,
     )
 

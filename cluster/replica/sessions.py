@@ -177,6 +177,11 @@ class RouterSessions:
         for session in list(self._sessions.values()):
             self.end(session, code, message)
 
+    def begin_anew(self, facts: ReplicaFacts, incarnation: int) -> None:
+        """End all links and their runs; routers that come from now on are welcomed by another life's facts."""
+        self._facts, self._incarnation, self._cached = facts, incarnation, CachedBlocks()
+        self.end_all(SUPERSEDED, "the replica runs another model now")
+
     def close(self, code: str, message: str) -> None:
         """End all links, and send no more heartbeats."""
         self._ticker.cancel()

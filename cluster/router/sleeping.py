@@ -118,10 +118,13 @@ class SleepingModel:
             raise ApiError("out_of_memory", message) from error
 
     async def _give(self, order: SleepOrder) -> None:
-        """Give an order, and wait until the replicas are done with it. Raises `_FailedError`."""
+        """Give an order, and wait until the replicas are done with it. Raises `_FailedError`.
+
+        One that wakes up with other weights ends its links, and is done when it has new ones.
+        """
         await self._write(order)
         until = time.monotonic() + PATIENCE
-        while waits := [one for one in self._dispatcher.linked if one.sleep.ticket != order.ticket]:
+        while (waits := self._waits(order)) or not self._dispatcher.has_all_links:
             if self.order.ticket != order.ticket:
                 raise ApiError("superseded", "another order to sleep or to wake came meanwhile", status=409)
             if time.monotonic() > until:
@@ -131,6 +134,9 @@ class SleepingModel:
         for one in self._dispatcher.linked:
             if one.sleep.failed:
                 raise _FailedError(one)
+
+    def _waits(self, order: SleepOrder) -> list[ReplicaHandle]:
+        return [one for one in self._dispatcher.linked if one.sleep.ticket != order.ticket]
 
     async def _write(self, order: SleepOrder) -> None:
         await asyncio.to_thread(self._book.write, order)

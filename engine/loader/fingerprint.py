@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from engine.config import split_revision
+from engine.config import EngineConfig, split_revision
 from engine.errors import CheckpointError
 from engine.loader.checkpoint import (
     LENGTH_BYTES,
@@ -20,6 +20,7 @@ from engine.loader.checkpoint import (
     TEXT_FILES,
     find_checkpoint,
     header_bytes,
+    open_model,
     read_config,
     read_json,
     weight_files,
@@ -38,6 +39,8 @@ PROMPT_FILES = (
 )
 # What the saving library writes about itself; it changes no token.
 NO_PART_OF_THE_MODEL = ("_name_or_path", "transformers_version")
+# Beside them what a training leaves in a config.json: neither the layers nor how they compute.
+HARMLESS = (*NO_PART_OF_THE_MODEL, "dtype", "torch_dtype", "use_cache")
 ROOT = Path(__file__).parents[2]
 COMPUTING = ("engine", "parallel")  # packages
 # What draws a token from given logits: another version of it draws others, however exact the logits are.
@@ -114,6 +117,25 @@ def model_fingerprint(model: str, dtype: str, quantization: str | None = None, o
         digest.update(_canonical(name))
         _read_into(digest, folder / name)
     return digest.hexdigest()
+
+
+def weights_fingerprint(folder: Path, config: EngineConfig) -> str:
+    """Return the `model_fingerprint` of a folder as it is now. config: resolved. Raises `CheckpointError`."""
+    return model_fingerprint(str(folder), config.dtype, config.weight_form, config.hf_overrides)
+
+
+def refuse_other_settings(folder: Path, before: Mapping[str, Any], vocabulary: str, config: EngineConfig) -> None:
+    """Raise `CheckpointError` where a folder's weights cannot be served as it was when its config.json was `before`.
+
+    vocabulary: its `vocabulary_fingerprint` then. What only one of the two files says is left to their writers:
+    libraries leave defaults out, or not.
+    """
+    now = open_model(str(folder), impl=config.model_impl, overrides=config.hf_overrides).config.raw
+    other = [name for name, value in now.items() if name not in HARMLESS and before.get(name, value) != value]
+    if other:
+        raise CheckpointError(f"{folder}: config.json has another {', '.join(other)} than at the start; start anew")
+    if vocabulary_fingerprint(str(folder), config.tokenizer) != vocabulary:
+        raise CheckpointError(f"{folder}: the tokenizer is another one than at the start; put it back, or start anew")
 
 
 def model_identity(model: str, dtype: str, quantization: str | None = None, overrides: str | None = None) -> str:

@@ -30,9 +30,11 @@ class Executor(ABC):
     Used by one thread. After any exception but `StepMemoryError` the group is unusable: `close` it.
 
     most_draws: tokens that a row draws in a step at most; how many it did is a result (`StepOutputs.counts`).
+    fingerprint: the `replica_fingerprint` of what is loaded; waking may change it.
     """
 
     most_draws: int = 1
+    fingerprint: str = ""
 
     @abstractmethod
     def launch(self, inputs: StepInputs, sampling: SamplingInputs) -> Pending:
@@ -59,7 +61,9 @@ class Executor(ABC):
         raise ConfigError(f"{type(self).__name__} cannot sleep", "level")
 
     def wake(self, tag: str) -> None:
-        """Take the memory of one of `engine.worker.sleep.TAGS` again; weights are as before, the KV cache is empty.
+        """Take the memory of one of `engine.worker.sleep.TAGS` again; the KV cache is empty.
+
+        Weights are as before, or after level 2 what the folder holds by now, and `fingerprint` says which.
 
         Raises `CheckpointError` or `StepMemoryError`, after which a group of one still sleeps, or `EngineDeadError`.
         """

@@ -16,7 +16,6 @@ from engine.models.config import ModelConfig
 from engine.resolve import check_model, resolve
 from engine.threads import ThreadShare
 from engine.worker.executor import Executor
-from engine.worker.invariance import arithmetic_of
 from engine.worker.local_executor import SoloExecutor, WorkerGroupExecutor, Workers, exit_reason
 from engine.worker.runner import ModelRunner, OnPhase, no_phases
 from engine.worker.worker import await_workers, device_of, join_group, open_channel, run_worker
@@ -191,9 +190,7 @@ def model_info(runner: ModelRunner) -> ModelInfo:
         eos_token_ids=model.eos_token_ids,
         attention_backend=runner.attention_backend,
         phases=dict(runner.phases),
-        arithmetic=arithmetic_of(
-            config, runner.model, runner.group, runner.attention_backend, runner.sampling_backend
-        ),
+        arithmetic=runner.arithmetic,
     )
     logger.info("arithmetic: %s", "; ".join(f"{name} {value}" for name, value in info.arithmetic.items()))
     logger.info("%s on %s, KV cache of %d tokens", info.words, config.device, info.kv_tokens)

@@ -22,6 +22,7 @@ from engine.sampling.sharded_draw import pack_draws
 from engine.threads import ThreadShare
 from engine.worker.executor import Executor, Pending
 from engine.worker.runner import ModelRunner
+from engine.worker.sleep import WEIGHTS
 from engine.worker.worker import pack_sleep, pack_wake
 from parallel.channel import Buffer, Channel
 from parallel.errors import ParallelError
@@ -48,6 +49,7 @@ class SoloExecutor(Executor):
     def __init__(self, runner: ModelRunner, threads: ThreadShare | None = None) -> None:
         self._runner: ModelRunner | None = runner
         self._threads = threads
+        self.fingerprint = runner.fingerprint
 
     @override
     def launch(self, inputs: StepInputs, sampling: SamplingInputs) -> Pending:
@@ -65,6 +67,8 @@ class SoloExecutor(Executor):
     def wake(self, tag: str) -> None:
         with as_step_memory_error("waking up"):
             self._awake().wake(tag)
+            if tag == WEIGHTS:
+                self.fingerprint = self._awake().fingerprint
 
     @override
     def close(self) -> None:
@@ -105,6 +109,7 @@ class WorkerGroupExecutor(Executor):
         self._timeout = runner.config.step_timeout
         self._steps = StepWriter(runner.block_table)
         self._number = 0
+        self.fingerprint = runner.fingerprint
 
     @override
     def launch(self, inputs: StepInputs, sampling: SamplingInputs) -> Pending:
@@ -128,6 +133,8 @@ class WorkerGroupExecutor(Executor):
     def wake(self, tag: str) -> None:
         with self._ordered(pack_wake(tag), "while it woke up") as runner:
             runner.wake(tag)
+            if tag == WEIGHTS:
+                self.fingerprint = runner.fingerprint
 
     def wait_for(self, pending: Pending) -> None:
         """Wait for a step while all ranks are there. Raises what `Workers.check` does when one has ended.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
@@ -16,7 +16,7 @@ from engine.attention.select import select_for_layers
 from engine.config import EngineConfig
 from engine.device.gpu import CudaCopies, current, on_own_device
 from engine.device.host_memory import give_back, weights_apart
-from engine.errors import ConfigError
+from engine.errors import CheckpointError, ConfigError
 from engine.inputs.block_table import RankTable
 from engine.inputs.dummy_steps import dummy_decode, dummy_sampling, dummy_step, fullest_sampling
 from engine.inputs.step_buffers import NOT_MIXED, MixedShape, StepBuffers
@@ -28,6 +28,12 @@ from engine.kv.cache_size import cpu_budget, fit_cache, fit_states, given_budget
 from engine.kv.cache_specs import block_bytes, state_bytes
 from engine.layers.attention import attention_specs
 from engine.loader.checkpoint import ModelFolder, open_model
+from engine.loader.fingerprint import (
+    refuse_other_settings,
+    replica_fingerprint,
+    vocabulary_fingerprint,
+    weights_fingerprint,
+)
 from engine.loader.kv_scales import read_kv_scales
 from engine.loader.weights import load_model
 from engine.models.causal_lm import CausalLM
@@ -40,7 +46,7 @@ from engine.worker.executor import Pending
 from engine.worker.forward import Forward, Passed, logit_rows
 from engine.worker.graph_pool import CudaGraphDevice, GraphPool
 from engine.worker.graph_sizes import graph_sizes, mixed_sizes
-from engine.worker.invariance import check_invariance, fix_products
+from engine.worker.invariance import arithmetic_of, check_invariance, fix_products
 from engine.worker.offload import OffloadedWeights, tensors_of
 from engine.worker.sleep import KV_CACHE
 from engine.worker.step_outputs import HostSide, outputs_of
@@ -96,6 +102,7 @@ class ModelRunner:
         self._offloaded = OffloadedWeights(pinned=self._offloads)
         self._level = 0  # of sleep
         self.model_config = folder.config
+        self._vocabulary = vocabulary_fingerprint(str(folder.path), config.tokenizer)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.config = config
         self.block_table = RankTable.of(config)
@@ -107,7 +114,7 @@ class ModelRunner:
         """Load, measure, allocate, warm up. shrink: whether a context that does not fit may be made shorter."""
         with self._phase(WEIGHTS):
             self.model: CausalLM = self._load()
-            self._meet()
+            self._meet(self._weights)
         self._attention = self._backend(self.config)
         self._kv_scales = read_kv_scales(self._folder.path, self.model) if self.config.fp8_cache else ()
         self._cache = self._allocate(1)
@@ -180,6 +187,7 @@ class ModelRunner:
             self._cache.restore()
         else:
             if self._level == 2:
+                refuse_other_settings(self._folder.path, self.model_config.raw, self._vocabulary, self.config)
                 self.model = self._load()
                 read = read_kv_scales(self._folder.path, self.model) if self._kv_scales else ()
                 for mine, scale in zip(self._kv_scales, read, strict=True):
@@ -188,7 +196,7 @@ class ModelRunner:
             else:
                 self._offloaded.restore()
             self._forward = self._assemble()
-        self._meet()
+        self._meet(self._weights)
 
     def close(self) -> None:
         """Let go of the graphs; call before the group is closed, as NCCL waits for those that hold its kernels."""
@@ -205,8 +213,19 @@ class ModelRunner:
         """Name of what draws tokens."""
         return "torch" if self._draws is None else type(self._draws).__name__
 
+    @property
+    def arithmetic(self) -> Mapping[str, str]:
+        """What decides the last bits of the logits, by name, as the model is loaded now."""
+        return arithmetic_of(self.config, self.model, self.group, self.attention_backend, self.sampling_backend)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the weights that are loaded now, and of what is made of them."""
+        return replica_fingerprint(self._weights, self.arithmetic)
+
     def _load(self) -> CausalLM:
-        """Read the weights and choose how they are computed with."""
+        """Read the weights, take note of which they are, and choose how they are computed with."""
+        self._weights = weights_fingerprint(self._folder.path, self.config)
         made = quantization_of(self.config, self.model_config.quantization)
         with weights_apart():
             model = load_model(
@@ -222,6 +241,8 @@ class ModelRunner:
             if self.config.quantize_lm_head:
                 hold_in_int8(model.head)
             choose_products(model, model.kernels)
+        if weights_fingerprint(self._folder.path, self.config) != self._weights:
+            raise CheckpointError(f"{self._folder.path} was changed while its weights were read; try again")
         if self.config.batch_invariant and self.group.device.type == "cuda":
             fix_products(model)
         return model
@@ -240,10 +261,16 @@ class ModelRunner:
             forward.use_graphs(device, sizes, config.context_len, mixed, config.max_num_seqs)
         return forward
 
-    def _meet(self) -> None:
-        """Wait for all ranks with the patience that loading needs; the collectives' own deadline is a step's."""
-        for rank in range(self.group.size):
-            self.group.broadcast(torch.zeros(1, device=self.group.device), rank, timeout=START_TIMEOUT)
+    def _meet(self, weights: str = "") -> None:
+        """Wait for all ranks with the patience that loading needs; the collectives' own deadline is a step's.
+
+        Raises `CheckpointError` on every rank where they did not read the same `weights`: nodes may have their own.
+        """
+        group, number = self.group, int(weights[:15] or "0", 16)
+        mine = [torch.full((1,), number, device=group.device) for _ in range(group.size)]
+        said = [group.broadcast(one, rank, timeout=START_TIMEOUT) for rank, one in enumerate(mine)]
+        if any(rank != group.rank and int(one) != number for rank, one in enumerate(said)):
+            raise CheckpointError(f"{self._folder.path} holds other weights on another rank's node; copy one to all")
 
     def _backend(self, config: EngineConfig) -> AttentionBackend:
         specs, kinds = attention_specs(self.model.cached, config, self.group.device)

@@ -157,6 +157,7 @@ class Lab:
     ) -> LabReplica:
         """Start a replica and give the dispatcher a link to it."""
         executor = GatedExecutor(num_blocks, steps, poison, pace)
+        executor.fingerprint = fingerprint
         times = times or ReplicaTimes(heartbeat=0.05)
         replica = LabReplica(name, executor, num_blocks, times, fingerprint, spans, grammars, **self._settings)
         self.alive[name] = replica

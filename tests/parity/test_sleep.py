@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections import defaultdict
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import transformers
@@ -19,6 +20,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import CheckpointError, ConfigError, EngineAsleepError
 from engine.llm import LLM
+from engine.loader.fingerprint import weights_of
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.worker.executor_start import build_executor, model_info
@@ -126,7 +128,7 @@ def test_level_2_reads_what_the_folder_holds_by_then(folders, tmp_path):
     folder = shutil.copytree(folders / "qwen3", tmp_path / "model")
     file = folder / "model.safetensors"
     with open_llm(folder) as llm:
-        before = tokens(llm)
+        before, was = tokens(llm), llm._core.fingerprint
         llm.sleep(2)
         file.rename(folder / "away")
         with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
@@ -136,10 +138,65 @@ def test_level_2_reads_what_the_folder_holds_by_then(folders, tmp_path):
         save_file({name: tensor.flip(0) for name, tensor in weights.items()}, file)
         llm.wake_up()
         assert tokens(llm) != before
+        assert weights_of(llm._core.fingerprint) != weights_of(was)
         llm.sleep(2)
         (folder / "away").rename(file)
         llm.wake_up()
+        assert (tokens(llm), llm._core.fingerprint) == (before, was)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("config.json", {"rope_theta": 5.0, "use_cache": False}, "another rope_theta than"),
+        ("config.json", {"transformers_version": "9", "dtype": "float16", "saved_by": "a trainer"}, None),
+        ("tokenizer.json", {"version": "2.0"}, "tokenizer is another one"),
+    ],
+)
+def test_weights_alone_may_change_while_it_sleeps(folders, tmp_path, name, change, told):
+    """What decides the layers, or what texts are cut into, counts from the start: routers know it, too."""
+    folder = shutil.copytree(folders / "qwen3", tmp_path / "model")
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_theta": 10000.0}))
+    with open_llm(folder) as llm:
+        before, kept = tokens(llm), (folder / name).read_text()
+        llm.sleep(2)
+        (folder / name).write_text(json.dumps(json.loads(kept) | change))
+        if told:
+            with pytest.raises(CheckpointError, match=told):
+                llm.wake_up()
+            assert llm.is_sleeping()
+            (folder / name).write_text(kept)
+        llm.wake_up()
         assert tokens(llm) == before
+
+
+def test_a_folder_that_is_written_while_it_is_read_is_refused(folders, monkeypatch):
+    reads = iter(["was", "is"])
+    with open_llm(folders / "qwen3") as llm:
+        llm.sleep(2)
+        with monkeypatch.context() as patch:
+            patch.setattr("engine.worker.runner.weights_fingerprint", lambda folder, config: next(reads))
+            with pytest.raises(CheckpointError, match="changed while its weights were read"):
+                llm.wake_up()
+        llm.wake_up()
+
+
+class Beside(SoloGroup):
+    """Two ranks, of which the other sends one more than this one."""
+
+    def __init__(self):
+        super().__init__()
+        self.size = 2
+
+    def broadcast(self, x, src=0, timeout=None):
+        return x + src
+
+
+def test_ranks_that_read_other_weights_do_not_serve_together():
+    runner = SimpleNamespace(group=Beside(), _folder=SimpleNamespace(path="model"))
+    with pytest.raises(CheckpointError, match="other weights on another rank's node"):
+        ModelRunner._meet(runner, "ab")
 
 
 SLEEPS = """

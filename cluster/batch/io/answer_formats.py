@@ -15,7 +15,7 @@ from cluster.batch.io.manifest import RESULT_COLUMNS, details_column
 from cluster.batch.ledger.records import Job, RowDone
 
 # Told by the other columns or of no use beside them; all else of an answer is a detail.
-PLAIN_OF_BODY = frozenset({"id", "object", "created", "model", "choices", "data", "usage"})
+PLAIN_OF_BODY = frozenset({"id", "object", "created", "model", "choices", "data", "usage", "system_fingerprint"})
 PLAIN_OF_USAGE = frozenset({"prompt_tokens", "completion_tokens", "total_tokens"})
 PLAIN_OF_CHOICE = frozenset({"index", "text", "message", "finish_reason"})
 PLAIN_OF_MESSAGE = frozenset({"role", "content"})

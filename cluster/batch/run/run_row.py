@@ -78,7 +78,7 @@ class Answers:
         if isinstance(call, EmbeddingCall):
             vectors = await embedded(call, tokens, track)
             body = await whole_answer(call, vectors, self._model.model_id)
-            return RowDone(row, OK, body, prepared.num_prompt_tokens)
+            return RowDone(row, OK, self._signed(body), prepared.num_prompt_tokens)
         try:
             return await self._text(prepared, call, tokens, track)
         except (ApiError, InvalidRequestError) as error:
@@ -94,12 +94,17 @@ class Answers:
         return RowDone(
             prepared.task.row,
             OK,
-            body,
+            self._signed(body),
             prepared.num_prompt_tokens,
             usage.completion_tokens,
             reasoning_tokens=usage.reasoning_tokens or 0,
             cached_tokens=generation.cached_tokens,
         )
+
+    def _signed(self, body: bytes) -> bytes:
+        """Return a JSON object with the fingerprint of the replicas that made it, where OpenAI's clients look."""
+        replicas = self._source.ledger.replicas
+        return body if not replicas else body[:-1] + b',"system_fingerprint":' + json.encode(replicas) + b"}"
 
 
 def failed(row: int, error: ApiError) -> RowDone:

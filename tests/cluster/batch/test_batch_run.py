@@ -588,3 +588,5 @@ async def test_rows_are_each_of_one_arithmetic_and_what_is_done_stays(model, tmp
             await batch.run(lab, ledger)
             assert lab.dispatcher.counters.tokens == 55
         assert ledger.done.count == 2
+        told = [json.loads(done.body)["system_fingerprint"] for done in ledger.results()]
+        assert told == [before, after], "each row says what made it"

@@ -173,6 +173,32 @@ async def test_keep_goes_on_with_them_after_waking(sleepers):
     assert await running == oracle(long_request("runs"))
 
 
+@pytest.mark.parametrize("tags", [{}, {"tags": "weights"}])
+async def test_other_weights_at_waking_are_another_life_and_no_answer_is_of_two_models(sleepers, tags):
+    replica = await sleepers.start("a", steps=3, fingerprint="old")
+    running = asyncio.create_task(sleepers.collect(long_request("runs")))
+    await replica.until_stats(lambda stats: stats.num_running == 1)
+    asked = asyncio.create_task(sleepers.post("/sleep", mode="keep", level=2))
+    while not asked.done():
+        replica.executor.allow(1)
+        await asyncio.sleep(0.02)
+    (before,) = sleepers.lab.dispatcher.replicas()
+    replica.executor.in_folder = "new"
+    replica.executor.allow(1000)
+    woken = asyncio.create_task(sleepers.post("/wake_up", **tags))
+    await until(lambda: sleepers.lab.lost == [("a", "superseded")] or running.done())
+    await sleepers.lab.link(replica)  # as the router's register does
+    assert (await woken).status_code == 200
+    await sleepers.post("/wake_up")
+    with pytest.raises(ApiError) as ended:
+        await running
+    assert (ended.value.code, ended.value.status, ended.value.retryable) == ("model_changed", 503, True)
+    assert sleepers.lab.dispatcher.replicas()[0].incarnation != before.incarnation
+    assert replica.core.facts.fingerprint == "new"
+    assert await sleepers.collect(long_request("again")) == oracle(long_request("again"))
+    await until(lambda: replica.held_blocks == 0)
+
+
 async def test_parts_are_woken_one_after_the_other(sleepers):
     replica = await sleepers.start("a")
     await sleepers.post("/sleep", level=2)

@@ -8,7 +8,6 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cluster.config import ClusterConfig
-from cluster.replica.host import _facts
 from engine import LLM
 from engine.errors import CheckpointError
 from engine.loader.fingerprint import (
@@ -30,6 +28,7 @@ from engine.loader.fingerprint import (
     replica_fingerprint,
     sources_digest,
     vocabulary_fingerprint,
+    weights_fingerprint,
     weights_of,
 )
 from engine.worker.invariance import _device
@@ -169,7 +168,6 @@ def test_whatever_makes_other_prompts_has_another_fingerprint(folder: Path, name
 
 
 def test_a_replica_tells_what_its_weights_are_held_in(folder: Path) -> None:
-    group = SimpleNamespace(info=SimpleNamespace(vocab_size=9, eos_token_ids=(1,), num_kv_blocks=8, arithmetic={}))
     told = set()
     settings: list[dict[str, Any]] = [
         {},
@@ -182,8 +180,7 @@ def test_a_replica_tells_what_its_weights_are_held_in(folder: Path) -> None:
     ]
     for each in settings:
         config = ClusterConfig(model=str(folder), **each)
-        group.info.config = config.engine.resolved(dtype="float32", max_model_len=16)
-        told.add(weights_of(_facts("a", config, group).fingerprint))
+        told.add(weights_fingerprint(folder, config.engine.resolved(dtype="float32", max_model_len=16)))
     forms = (None, "int8", "int4", "int4 by 64", "output head in int8", "int8, output head in int8")
     assert told == {model_fingerprint(str(folder), "float32", form) for form in forms}
     assert len(told) == 6
