@@ -12,7 +12,7 @@ from cluster.admission.deadline import HEADER
 from cluster.errors import ApiError
 from cluster.simulator.answers import DELETED, LEFT, WHOLE, Answer, Scene, messages_of, prompt_of
 from cluster.simulator.fleet import Fleet
-from cluster.simulator.history import FREE, LIMITED
+from cluster.simulator.history import FREE, LIMITED, Arrive
 from cluster.simulator.lives import MODEL, RouterLife
 from engine.request import Request
 from engine.sampling_params import SamplingParams
@@ -88,11 +88,7 @@ class HttpClient:
 
     def _scope(self) -> Scope:
         asked = self._answer.asked
-        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-        if asked.timeout is not None:
-            headers.append((HEADER.encode(), str(asked.timeout).encode()))
-        if self._scene.history.quota is not None:
-            headers.append((b"authorization", f"Bearer {LIMITED if asked.limited else FREE}".encode()))
+        headers = headers_of(self._scene, asked)
         path = "/v1/files" if asked.upload else "/v1/chat/completions" if asked.chat else "/v1/completions"
         return {
             "type": "http", "method": "POST", "path": path, "query_string": b"", "root_path": "",
@@ -151,6 +147,16 @@ class HttpClient:
             self._answer.tokens.setdefault(choice["index"], []).extend(choice.get("token_ids") or ())
 
 
+def headers_of(scene: Scene, asked: Arrive, timed: bool = True) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a request. timed: it has the client's time limit."""
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    if asked.timeout is not None and timed:
+        headers.append((HEADER.encode(), str(asked.timeout).encode()))
+    if scene.history.quota is not None:
+        headers.append((b"authorization", f"Bearer {LIMITED if asked.limited else FREE}".encode()))
+    return headers
+
+
 class KeptClient:
     """Has a response made in the background, and asks for it until it has ended, or deletes it."""
 
@@ -198,9 +204,7 @@ class KeptClient:
 
     async def _call(self, app: ASGIApp, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         status, asked, got = 0, self._answer.asked, bytearray()
-        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-        if asked.timeout is not None and body is not None:
-            headers.append((HEADER.encode(), str(asked.timeout).encode()))
+        headers = headers_of(self._scene, asked, timed=body is not None)
         sent = [{"type": "http.request", "body": b"" if body is None else json.encode(body), "more_body": False}]
 
         async def receive() -> Message:

@@ -171,6 +171,11 @@ class ModelledExecutor(Executor):
         drawn = simulated_tokens(seeds, sampling.positions, self._span)
         return _Drawn(StepOutputs(drawn.astype(np.int32)))
 
+    @property
+    def fingerprint(self) -> str:  # type: ignore[override]
+        """Of the weights."""
+        return f"model-{self.version}"
+
     @override
     def sleep(self, level: int) -> None:
         self._level = level

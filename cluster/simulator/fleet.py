@@ -26,6 +26,7 @@ from engine.worker.sleep import TAGS
 NOTICE = 0.1  # seconds until Serve knows that a process is dead
 STARTS_IN = 1.0  # seconds that a replica takes which the autoscaler asks for
 GiveOrder = Callable[[SleepingModel], Coroutine[Any, Any, None]]
+GRACE = 0.5  # seconds that a process has which has nothing to do any more and is to end
 ORDER_AGAIN = 0.5  # seconds after which an operator gives an order again that nobody took
 EVER = 1e9  # seconds
 SPEECH = "protocol"  # in the name of a way: its two ends speak different ones
@@ -58,6 +59,7 @@ class Fleet:
         self.downs: dict[tuple[str, ...], list[tuple[float, float]]] = {}
         self.deaths = 0  # of replicas
         self.router_losses = 0
+        self.replicas_left = self.routers_left = 0  # that died, or were to go
         self.skewed = history.updated > 0
         self.slept = False
         self.seeds: set[int] = set()  # of all that replicas have begun
@@ -162,6 +164,7 @@ class Fleet:
         if life.process.dead:
             return
         self.deaths += 1
+        self.replicas_left += 1
         self.down((life.slot,), EVER)
         life.process.kill()
         self.network.died(life.process, silently)
@@ -187,6 +190,7 @@ class Fleet:
         if life.process.dead:
             return
         self.router_losses += 1
+        self.routers_left += 1
         life.killed = True
         self.down((life.slot,), EVER if back is None else back)
         self._end_router(life, silently)
@@ -199,6 +203,7 @@ class Fleet:
         if life.process.dead or life.leaves:
             return
         life.leaves = True
+        self.routers_left += 1
         self.start_router(life.slot, protocol)
         life.process.spawn(self._let_go(life))
 
@@ -283,13 +288,14 @@ class Fleet:
 
     def _let_leave(self, life: ReplicaLife, back: float | None, version: int, protocol: int) -> None:
         life.drains = True
+        self.replicas_left += 1
         life.process.call(life.core.drain)
         self.serve.remove(life)
         life.process.spawn(self._leave(life, back, version, protocol))
 
     async def _leave(self, life: ReplicaLife, back: float | None, version: int, protocol: int) -> None:
         await life.core.drained()
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(GRACE)
         await life.core.close()
         self.after(0.0, self._left, life, back, version, protocol)
 
@@ -325,6 +331,7 @@ class Fleet:
         self.router_set.remove(life)
         while life.exchanges or life.dispatcher.num_live or life.dispatcher.num_waiting:
             await asyncio.sleep(NOTICE)
+        await asyncio.sleep(GRACE)
         self.after(0.0, self._end_router, life, False)
         self.after(NOTICE, life.over.set)
 

@@ -186,6 +186,7 @@ class Served:
 
 class RouterLife:
     """One life of a router. asked: how often Serve sent something to it. leaves: it is to go. killed: it was.
+    apart: a gateway lost it while it lived.
 
     protocol: that its links speak. exchanges: of HTTP that are open. incidents: what it records, if it does.
     leases: its handle of the replica deployment, as far as `ReplicaDirectory` uses one. server: of a gateway's
@@ -217,7 +218,7 @@ class RouterLife:
         self.asked = 0
         self.exchanges = 0
         self.leaves = False
-        self.killed = False
+        self.killed = self.apart = False
         self.over = asyncio.Event()
         self.incidents: IncidentLog | None = None
         self.admission: AdmissionQueue | None = None
@@ -267,7 +268,7 @@ class RouterLife:
                 lambda: {"ready": True},
                 names_answers=history.gateway,
                 tenancy=self.tenancy,
-                copies=AnswerCopies([self.dispatcher], RETENTION) if history.gateway else None,
+                copies=AnswerCopies([self.dispatcher], RETENTION),
                 response_retention=RETENTION,
             )
         self.letting_go = LetGo(inner)

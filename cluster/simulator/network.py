@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cluster.simulator.process import SimulatedLoop, SimulatedProcess
+from cluster.wire.frames import LINGER
 from cluster.wire.link import (
     LOST,
     FramePipe,
@@ -67,6 +68,11 @@ class Network:
         self.loop = loop
         self.carried = 0
         self._ways: dict[tuple[str, str], Way] = {}
+
+    @property
+    def open_from(self) -> float:
+        """When no way is blocked any more."""
+        return max((way.blocked for way in self._ways.values()), default=0.0)
 
     def way(self, one: str, other: str) -> Way:
         """Return the way between two processes, either way round."""
@@ -202,8 +208,15 @@ class End:
         self._ended = LinkClosedError(code, message)
         self._inbox.close(code, message, discard=True)
         self._put(self.peer.hear_goodbye, code, message)
+        self._network.loop.call_later(LINGER, self._reset, context=NOBODY)
         self.over.set()
         self._connection.over()
+
+    def _reset(self) -> None:
+        """Lose what did not arrive in time after this end closed."""
+        if self._flight and not self._gone:
+            self._flight.clear()
+            self._put(self.peer.hear_goodbye, LOST, "the connection was reset")
 
     def arrive(self, frame: bytes) -> None:
         """Take in a frame."""

@@ -86,6 +86,9 @@ class World(Scene):
         checks.at_end(self)
 
     async def _look_for_deleted(self) -> None:
+        """Note what was deleted and is there again once all ways are open."""
+        if any(answer.deleted for answer in self.answers):
+            await asyncio.sleep(max(0.0, self.fleet.network.open_from - self.loop.now) + checks.RECOVERY)
         for answer in self.answers:
             if answer.deleted and await self.holder.spawn(KeptClient(self, answer).is_there(self.front)):
                 self.violations.append(f"{answer.name} was deleted, and is there again")
@@ -163,7 +166,10 @@ class World(Scene):
     def _disturb(self, event: Cut | Partition | Slow) -> None:
         """Do something to the way between a router and a replica."""
         fleet, ends, seconds = self.fleet, (event.router, event.replica), 0.0
-        fleet.router_losses += event.replica == "holder"  # for its clients, if it takes long
+        if event.replica == "holder":
+            fleet.router_losses += 1  # for its clients, if it takes long
+            if (life := fleet.routers.get(event.router)) is not None:
+                life.apart = True
         match event:
             case Cut():
                 fleet.network.cut(*ends)
