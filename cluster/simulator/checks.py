@@ -279,7 +279,7 @@ def _can_end_as(world: Scene, answer: Answer, code: str) -> bool:
         ASLEEP: fleet.slept,
         DEADLINE_EXCEEDED: answer.asked.timeout is not None,
         TAKES_NO_FILES: answer.asked.upload,
-        "not_found": answer.asked.kept and _copies_are_gone(world),
+        "not_found": answer.asked.kept and (_copies_are_gone(world) or was_out(world, answer)),
         "request_quarantined": answer.asked.poison or fleet.deaths >= DEATHS_OF_POISON,
         "router_lost": fleet.router_losses >= (1 if answer.asked.upload else DEATHS_OF_POISON),
         "model_changed": fleet.skewed,

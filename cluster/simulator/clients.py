@@ -190,7 +190,7 @@ class KeptClient:
         """Have it kept no more."""
         self._answer.deleted = True
         status, _ = await self._call(app, "DELETE", f"/{self._answer.kept_as}")
-        self._answer.deleted = status in (200, 404)
+        self._answer.deleted = status == 200
 
     async def is_there(self, app: ASGIApp) -> bool:
         """Return whether it is kept."""

@@ -168,8 +168,8 @@ class World(Scene):
         fleet, ends, seconds = self.fleet, (event.router, event.replica), 0.0
         if event.replica == "holder":
             fleet.router_losses += 1  # for its clients, if it takes long
-            if (life := fleet.routers.get(event.router)) is not None:
-                life.apart = True
+            for life in fleet.all_routers:
+                life.apart |= life.slot == event.router and not life.process.dead
         match event:
             case Cut():
                 fleet.network.cut(*ends)
