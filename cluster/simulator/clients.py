@@ -18,6 +18,7 @@ from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import DEADLINE_EXCEEDED
 
+PATIENCE = 100.0  # seconds for which one is looked for that nobody can be asked for
 LOOK = 0.5  # seconds between two looks at a response that is made in the background
 
 
@@ -197,8 +198,10 @@ class KeptClient:
         return (await self._get(app))[0] == 200
 
     async def _get(self, app: ASGIApp) -> tuple[int, Any]:
-        """Return it, once somebody can say what it is."""
-        while (found := await self._call(app, "GET", f"/{self._answer.kept_as}"))[0] == 503:
+        """Return it, once somebody can say what it is, or after `PATIENCE`."""
+        loop = self._scene.fleet.loop
+        until = loop.now + PATIENCE
+        while (found := await self._call(app, "GET", f"/{self._answer.kept_as}"))[0] == 503 and loop.now < until:
             await asyncio.sleep(LOOK)
         return found
 
