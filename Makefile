@@ -6,6 +6,8 @@
 # make soak    ten minutes of streams, aborts and random kills, every invariant on (ARGS="--minutes 60")
 # make fuzz-http   an hour of random whole requests beside 31 streams that must not feel them (ARGS="--minutes 5")
 # make fuzz   an hour of histories of a simulated cluster under faults; what fails is made short (ARGS="--minutes 5")
+# make fuzz-engine   an hour of random batches, each request alone in a roomy engine and together in a tight one; what
+#              differs is made short (ARGS="--minutes 5 --seed 1")
 # make docs   writes the pages of docs/reference that are made from the code
 # make advisories  asks OSV for known holes in what constraints.txt pins
 #
@@ -23,7 +25,7 @@ STAMP := $(VENV)/.installed-$(subst $() ,,$(EXTRAS))
 # Tests start hundreds of processes: each would compile this repository anew where bytecode is not kept.
 test test-long: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install serve test test-long lint docs bench soak fuzz fuzz-http advisories clean
+.PHONY: install serve test test-long lint docs bench soak fuzz fuzz-http fuzz-engine advisories clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -78,6 +80,9 @@ fuzz: install
 
 fuzz-http: install
 	"$(BIN)/python" -m tests.bench.fuzz_http $(ARGS)
+
+fuzz-engine: install
+	"$(BIN)/python" -m tests.bench.fuzz_engine $(ARGS)
 
 advisories: install
 	"$(BIN)/python" -m tests.advisories

@@ -23,6 +23,7 @@ KEPT = "squadron.kept"  # key of any message of a router: what is to be kept of 
 ROUTER_WAIT = "squadron.router_wait"  # key of the first one: seconds that an answer may wait for another router
 ASKS = "squadron.asks"  # key of one of a router that may have been left: when it asks, by its own clock
 LISTENS = "squadron.listens"  # type of the answer to one that was not left: `asked_at`, as it came
+LETS_GO = "squadron.lets_go"  # key of a router's last message of an answer that another one is to go on with
 KEEPS = "squadron.keeps"  # key of the scope of a request whose ingress keeps what it is told
 CONTINUES = "squadron.continues"  # key of the scope of a request that is asked again: a `dict` of the next two
 NOTES = "notes"  # all that was kept, in order: a list of `bytes`

@@ -54,7 +54,7 @@ TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 class EngineConfig:
     """What one engine runs and how much it may use; checked on construction.
 
-    model: local folder or hub id (already cached by transformers); `tokenizer=None` means the model's own.
+    model: local folder or hub id, downloaded unless it is cached; `tokenizer=None` means the model's own.
     revision: branch, tag or commit of a hub id; None = its main branch. Of a tokenizer: `tokenizer="NAME@REVISION"`.
     hf_overrides: what the checkpoint's config.json is to say instead, a JSON object or a mapping: its values replace
     those of the file, and within the config of a text half those of that. It is part of what the model is.

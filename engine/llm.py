@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +10,7 @@ from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast, get_args
+from typing import Any, Self, get_args
 
 from tqdm import tqdm
 
@@ -21,66 +22,39 @@ from engine.grammar.compile_service import GrammarService
 from engine.near_name import near_name
 from engine.offline_run import BatchRun, DeferredInterrupt
 from engine.outputs import EmbeddingOutput, RequestOutput, normalised
+from engine.prompts import Message, Prompt, as_list, conversations, params_of, truncated
 from engine.report import EngineStats
 from engine.request import Pooling, Request
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer, read_chat_template
+from engine.vllm_advice import OFFLINE
 from engine.worker.executor_start import ModelInfo, build_executor
 
-Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
 
+def own_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that are `EngineConfig`'s, without those of vLLM's `LLM` that hold here anyway.
 
-def as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """One prompt, as text or token ids, becomes a list of one. Raises `InvalidRequestError` for what is no prompt."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise InvalidRequestError(
-            f"prompts must be a string, a list of token ids, or a list of these, not {type(prompts).__name__}",
-            "prompts",
-            "invalid_type",
-        )
-    if prompts and isinstance(prompts[0], int):
-        return [cast("Sequence[int]", prompts)]
-    for number, prompt in enumerate(prompts):
-        if not isinstance(prompt, str | Sequence) or isinstance(prompt, bytes):
-            raise InvalidRequestError(
-                f"prompts[{number}] must be a string or a list of token ids, not {type(prompt).__name__}",
-                f"prompts[{number}]",
-                "invalid_type",
-            )
-    return cast("Sequence[Prompt]", prompts)
-
-
-def conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Sequence[Message]]:
-    """One conversation becomes a list of one."""
-    if messages and isinstance(messages[0], Mapping):
-        return [cast("Sequence[Message]", messages)]
-    return list(cast("Sequence[Sequence[Message]]", messages))
-
-
-def params_of(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
-    """Return one for each of `count` prompts. Raises `InvalidRequestError` when there are more or fewer."""
-    if given is None:
-        given = SamplingParams()
-    if isinstance(given, SamplingParams):
-        return [given] * count
-    if len(given) != count:
-        raise InvalidRequestError(
-            f"sampling_params must be one, or one per prompt: {count} prompts came with {len(given)}",
-            "sampling_params",
-        )
-    return given
-
-
-def refuse_unknown(settings: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for a setting that `EngineConfig` does not have, with the nearest that it has."""
-    for name in settings:
-        if name not in config_fields():
+    Raises `ConfigError` for another one, with what to do instead or the nearest that there is.
+    """
+    own: dict[str, Any] = {}
+    for name, value in settings.items():
+        advice = OFFLINE.get("--" + name.replace("_", "-"))
+        if name in config_fields():
+            own[name] = value
+        elif advice is None:
             near = near_name(name, config_fields())
             hint = f"did you mean {near}?" if near else "known: " + ", ".join(config_fields())
             raise ConfigError(f"unknown setting {name}; {hint}", name)
+        elif value is not None and not advice.allows(value):
+            text = re.sub(r"--[a-z][a-z-]+", lambda found: _setting(found[0]), advice.text)
+            raise ConfigError(f"there is no setting {name}: {text}", name)
+    return own
+
+
+def _setting(flag: str) -> str:
+    """Return a flag as `LLM` spells it, where it has that setting."""
+    name = flag[2:].replace("-", "_")
+    return name if name in config_fields() else flag
 
 
 BAR_DELAY = 1.0  # seconds: shorter runs need no progress bar
@@ -119,12 +93,14 @@ class LLM:
     ) -> None:
         """Load `model` (local folder or hub id). Settings, and those in `more`, are `EngineConfig`'s fields.
 
+        Arguments of vLLM's `LLM` that ask for what is so here anyway are taken, such as `pipeline_parallel_size=1`.
+
         enable_sleep_mode: whether `sleep` may be called.
 
         Raises `ConfigError` naming the setting, `CheckpointError` naming what is wrong with the model, and
         `EngineDeadError` when a rank did not come up.
         """
-        refuse_unknown(more)
+        more = own_settings(more)
         self._may_sleep = enable_sleep_mode
         config = EngineConfig(
             model=str(model),
@@ -158,7 +134,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Return one result per prompt, in order.
 
-        prompts: texts or lists of token ids, one or many. sampling_params: one for all, or one per prompt.
+        prompts: texts or token ids, one or many; ids as a list, an array, or as `{"prompt_token_ids": ...}`.
+        sampling_params: one for all, or one per prompt.
         use_tqdm: show progress and tokens/s on stderr when it takes longer than a second.
 
         The tokens of a request do not depend on the others. One without a seed gets its own from the LLM's seed and
@@ -256,6 +233,8 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         params = [self.tokenizer.with_bad_words(one) for one in params_of(sampling_params, len(prompts))]
+        context = self.info.config.context_len
+        prompts = [(text, truncated(ids, one, context)) for (text, ids), one in zip(prompts, params, strict=True)]
         requests = [self._request(ids, one) for (_, ids), one in zip(prompts, params, strict=True)]
         run = self._finish(requests, use_tqdm)
         return [
@@ -281,13 +260,13 @@ class LLM:
             self.close()
             raise
 
-    def _tokenized(self, prompts: Sequence[Prompt]) -> list[tuple[str | None, list[int]]]:
+    def _tokenized(self, prompts: Sequence[str | list[int]]) -> list[tuple[str | None, list[int]]]:
         found: list[tuple[str | None, list[int]]] = []
         for number, prompt in enumerate(prompts):
             if isinstance(prompt, str):
                 found.append((prompt, self.tokenizer.encode(prompt, param=f"prompts[{number}]")))
             else:
-                found.append((None, list(prompt)))
+                found.append((None, prompt))
         return found
 
     def _request(self, token_ids: list[int], params: SamplingParams) -> Request:

@@ -14,6 +14,7 @@ from engine.grammar.base import GrammarCompiler
 from engine.outputs import CompletionOutput
 from engine.report import StepReport, TokenLogprob
 from engine.request import FinishReason, Request, Sequence
+from engine.sampling_params import SamplingParams
 from engine.text.detokenizer import TextStream
 from engine.text.tokenizer import Tokenizer
 
@@ -59,13 +60,14 @@ class DeferredInterrupt:
 class ChoiceRun:
     """Tokens of one choice. Its text is made once at the end, unless stop strings have to be watched for."""
 
-    def __init__(self, index: int, stream: TextStream, watch: bool, wants_logprobs: bool) -> None:
+    def __init__(self, index: int, stream: TextStream, params: SamplingParams) -> None:
         self.reason: FinishReason | None = None
         self._index = index
         self._stream = stream
-        self._watch = watch
+        self._watch = bool(params.stop)
+        self._makes_text = params.detokenize
         self._tokens: list[int] = []
-        self._logprobs: list[TokenLogprob] | None = [] if wants_logprobs else None
+        self._logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self._text = ""
 
     def add(self, token_id: int, logprob: TokenLogprob | None, reason: FinishReason | None) -> bool:
@@ -84,6 +86,8 @@ class ChoiceRun:
     def end(self, reason: FinishReason) -> None:
         """No more tokens come."""
         self.reason = reason
+        if not self._makes_text:
+            return
         if not self._watch:
             self._text = self._stream.push(self._tokens, reason is FinishReason.STOP)
         self._text += self._stream.flush()
@@ -184,10 +188,8 @@ class BatchRun:
 
 
 def _choices(request: Request, tokenizer: Tokenizer) -> list[ChoiceRun]:
-    params = request.params
-    streams = tokenizer.text_streams(params, request.prompt_token_ids)
-    wants = params.logprobs is not None
-    return [ChoiceRun(i, stream, bool(params.stop), wants) for i, stream in enumerate(streams)]
+    streams = tokenizer.text_streams(request.params, request.prompt_token_ids)
+    return [ChoiceRun(i, stream, request.params) for i, stream in enumerate(streams)]
 
 
 def _add(core: EngineCore, request: Request, number: int, grammars: GrammarCompiler) -> None:

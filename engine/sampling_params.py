@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from engine.errors import InvalidRequestError
 
-MAX_N = 16
+MAX_N = 128  # OpenAI's own limit; the wire numbers choices by it
 MAX_LOGPROBS = 20  # unless `EngineConfig.max_logprobs` allows more
 ALL_LOGPROBS = -1
 MAX_LOGPROB_IDS = 128
@@ -24,6 +25,16 @@ MAX_BAD_WORDS = 128
 MAX_GRAMMAR_BYTES = 64 * 1024
 LEAST_REPETITION_PENALTY = 0.01  # what divides a logit must keep it within fp32
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "calls_or_json"]
+# Fields of vLLM's `StructuredOutputsParams`.
+STRUCTURED_KINDS: Mapping[str, GrammarKind] = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+    "json_object": "json_object",
+}
+WHOLE_OUTPUTS = ("NONE", "CUMULATIVE", "FINAL_ONLY", "0", "2")  # values of vLLM's `RequestOutputKind`
+PLAIN = {int, float, bool, str, tuple, list, dict, type(None)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +75,11 @@ class SamplingParams:
     are, from the tokenizer (`Tokenizer.with_bad_words`). structured: what the output must match; it ends where that
     is complete, so it goes with neither min_tokens nor ignore_eos.
 
+    detokenize, truncate_prompt_tokens: of `LLM` alone: whether texts are made; the last tokens of a prompt that are
+    kept, -1 = as many as leave room for `max_tokens`. structured_outputs: vLLM's spelling of `structured`, a mapping
+    or an object with one of `STRUCTURED_KINDS`. output_kind: results of `LLM` come when they are whole. extra_args:
+    nothing takes any. Numbers and lists may be numpy's.
+
     Raises `InvalidRequestError` naming the field.
     """
 
@@ -91,8 +107,16 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     structured: StructuredOutput | None = None
+    detokenize: bool = True
+    truncate_prompt_tokens: int | None = None
+    structured_outputs: Any = None
+    output_kind: Any = None
+    extra_args: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if type(value := getattr(self, name)) not in PLAIN:
+                object.__setattr__(self, name, plain(value))
         object.__setattr__(self, "stop", _strings(self.stop, "stop", MAX_STOPS))
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids, "stop_token_ids", 1024))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
@@ -127,8 +151,35 @@ class SamplingParams:
             _check_integer("logprobs", self.logprobs, ALL_LOGPROBS, 2**31 - 1)
         if self.prompt_logprobs is not None:
             _check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        self._take_vllms()
         if self.structured is not None:
             self._check_structured()
+
+    def _take_vllms(self) -> None:
+        """Replace what only vLLM's scripts say by what it means here."""
+        if type(self.detokenize) is not bool:
+            raise InvalidRequestError(
+                f"detokenize must be True or False, not {self.detokenize!r}", "detokenize", "invalid_type"
+            )
+        if self.stop and not self.detokenize:
+            raise InvalidRequestError("stop is looked for in texts; leave detokenize out", "detokenize")
+        keep = self.truncate_prompt_tokens
+        if keep is not None and keep != -1:
+            _check_integer("truncate_prompt_tokens", keep, 1, 2**31 - 1)
+        if str(getattr(self.output_kind, "name", self.output_kind)).upper() not in WHOLE_OUTPUTS:
+            raise InvalidRequestError(
+                f"output_kind must be FINAL_ONLY: results come when they are whole, not {self.output_kind}",
+                "output_kind",
+            )
+        if self.extra_args:
+            given = ", ".join(map(str, self.extra_args))
+            raise InvalidRequestError(f"extra_args holds {given}, which nothing takes: leave it out", "extra_args")
+        if self.structured_outputs is not None:
+            if self.structured is not None:
+                raise InvalidRequestError("structured_outputs goes without structured: leave one out", "structured")
+            object.__setattr__(self, "structured", _structured(self.structured_outputs))
+        for name in ("structured_outputs", "output_kind", "extra_args"):
+            object.__setattr__(self, name, None)
 
     def _check_named(self, count: int) -> None:
         if self.logprobs not in (None, 0, count):
@@ -172,6 +223,27 @@ class SamplingParams:
         return self.temperature < 1e-5
 
 
+def plain(value: Any) -> Any:
+    """Return Python's own number or list for one of numpy or torch, else the value."""
+    tolist = getattr(value, "tolist", None)
+    return value if tolist is None else tolist()
+
+
+def _structured(given: Any) -> StructuredOutput:
+    """Return what vLLM's `StructuredOutputsParams`, or a mapping like it, means."""
+    fields = given if isinstance(given, Mapping) else {name: getattr(given, name, None) for name in STRUCTURED_KINDS}
+    said = {name: value for name, value in fields.items() if value is not None and value is not False}
+    if len(said) != 1 or not said.keys() <= STRUCTURED_KINDS.keys():
+        known, found = ", ".join(STRUCTURED_KINDS), ", ".join(said) or "none"
+        raise InvalidRequestError(
+            f"structured_outputs must hold exactly one of {known}, not {found}", "structured_outputs"
+        )
+    ((name, value),) = said.items()
+    if name == "json_object":
+        return StructuredOutput("json_object")
+    return StructuredOutput(STRUCTURED_KINDS[name], value if isinstance(value, str) else json.dumps(value))
+
+
 def _check_integer(name: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequestError(f"{name} must be an integer, not {value!r}", name, "invalid_type")
@@ -202,7 +274,7 @@ def _strings(value: str | Sequence[str] | None, name: str, most: int) -> tuple[s
 
 
 def _token_ids(value: Sequence[int] | None, name: str, most: int) -> tuple[int, ...]:
-    ids = tuple(value or ())
+    ids = tuple([plain(token) for token in value or ()])
     if len(ids) > most:
         raise InvalidRequestError(f"{name} takes at most {most} ids, not {len(ids)}", name)
     for token in ids:

@@ -247,10 +247,15 @@ class InFlight:
         return self.step is not None and not self.step.schedule.is_unwanted
 
     def tokens(self) -> Ints:
-        """Wait for the tokens of the step. Raises `EngineDeadError` as `results` does."""
+        """Wait for the tokens of the step, -1 where there is none. Raises `EngineDeadError` as `results` does."""
         if self.step is None:
             raise IntegrityError("tokens are wanted of a step that was not launched")
-        return self.results(self.step).token_ids
+        outputs = self.results(self.step)
+        tokens = outputs.token_ids
+        if none := [*outputs.failed, *outputs.stuck]:
+            tokens = tokens.copy()
+            tokens[none] = -1
+        return tokens
 
     def results(self, launched: Launched) -> StepOutputs:
         """Wait for a step's results, or return those that were waited for before.

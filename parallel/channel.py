@@ -159,6 +159,10 @@ class Channel(ABC):
         all of its messages are read, `ChannelError` when the driver is gone.
         """
 
+    def readers_behind(self) -> tuple[int, ...]:
+        """Return the ranks that are known not to have come back for more since the driver's last message."""
+        return ()
+
     @abstractmethod
     def close(self) -> None:
         """Let go of this end; the driver's wakes and ends all readers. Can be called twice."""

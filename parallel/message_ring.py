@@ -112,6 +112,11 @@ class SharedMemoryRing(Channel):
                 raise ChannelError(f"byte {filled} of a message of {total} was followed by byte {start} of {size}")
 
     @override
+    def readers_behind(self) -> tuple[int, ...]:
+        done = self._count & _MASK
+        return tuple(rank for rank, tail in enumerate(self._tails, start=1) if tail.value != done)
+
+    @override
     def close(self) -> None:
         segment, self._segment = self._segment, None
         if segment is None:

@@ -175,7 +175,7 @@ async def gateway_of(services: GrpcServices, port: int = 0) -> AsyncIterator[Grp
     exchanges = ExchangeServer(IngressCheck(ForwardedCalls(Starlette(), services)))
     pool = RouterPool("gateway", patience=10)
     holding = asyncio.create_task(pool.hold(KnownRouter("router", await exchanges.address("127.0.0.1"))))
-    service = ForwardingService(RouterLossGuard(pool), lambda: pool.routers)
+    service = ForwardingService(RouterLossGuard(pool, gateway=True), lambda: pool.routers)
     door = ForwardingInterceptor(services.tenancy, service)
     try:
         yield GrpcServer(ListenAddress(port=port), service, door, services.max_message_bytes)

@@ -78,9 +78,7 @@ class ChatMessages:
 
     def add_thinking(self, path: str, text: str) -> None:
         """Add what the assistant thought."""
-        turn = self._turn("assistant", path)
-        before = turn.get("reasoning_content")
-        turn["reasoning_content"] = text if before is None else f"{before}\n{text}"
+        self._turn("assistant", path).setdefault("reasoning_content", []).append(text)
 
     def add_call(self, path: str, call: dict[str, Any]) -> None:
         """Add a call to the turn of the assistant."""
@@ -108,6 +106,9 @@ def chat_of(messages: Sequence[Any], system: Any, hints: Hints, later_system: bo
         found.add_system("system", _texts("system", system, hints))
     for i, message in enumerate(messages):
         _add(f"messages[{i}]", message, found)
+    for message in found.messages:
+        if "reasoning_content" in message:
+            message["reasoning_content"] = "\n".join(message["reasoning_content"])
     return found
 
 

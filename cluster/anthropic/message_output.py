@@ -42,7 +42,7 @@ class MessageWriter:
         self._frames: list[bytes] = []
         self._content: list[Body] = []
         self._open: Block | None = None
-        self._space = ""  # before a text; without one it is left out
+        self._space: list[str] = []  # before a text; without one it is left out
         self.begun = False
         self._reason, self._stop_string = "", ""
 
@@ -71,7 +71,7 @@ class MessageWriter:
         """Complete the message and return its body."""
         self.begin(usage)
         if self._space or not (self._open or self._content):  # clients read the first block, if only an empty text
-            self._text().add(self._space)
+            self._text().add("".join(self._space))
         last = self._open
         self._close()
         reason = self._stop_reason(last)
@@ -123,17 +123,17 @@ class MessageWriter:
     def _add_text(self, text: str) -> None:
         """Add text; space between other blocks is how the model parts them, and no text."""
         if not isinstance(self._open, TextBlock):
-            self._space += text
-            if self._space.isspace():
+            self._space.append(text)
+            if text.isspace():
                 return
-            text, self._space = self._space, ""
+            text, self._space = "".join(self._space), []
         self._text().add(text)
 
     def _add_call(self, call: CallDelta) -> None:
         block = self._open
         if not isinstance(block, ToolUseBlock) or block.number != call.index:
             self._close()
-            self._space = ""
+            self._space = []
             block = self._open = ToolUseBlock(self._emit, len(self._content), call)
         block.add(call.arguments)
 

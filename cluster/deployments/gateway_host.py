@@ -51,7 +51,7 @@ class GatewayHost:
         config = self.config
         pool = RouterPool(self._gateway_id, config.router_wait)
         self._directory = RouterDirectory(self._gateway_id, own_node(), self._routers, pool)
-        guard = RouterLossGuard(pool)
+        guard = RouterLossGuard(pool, gateway=True)
         app = GatewayApp(pool, guard)
         settle_heap()
         self._grpc: GrpcServer | None = None

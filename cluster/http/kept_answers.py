@@ -86,7 +86,7 @@ class KeptEndpoint(Responder):
         if follows and self._store is None:
             message = "needs a server that keeps responses, and its --response-retention is 0"
             raise _refused("previous_response_id", message, "unsupported_value")
-        if self._store is None or not (key or fields.get("store") is True or fields.get("background") is True):
+        if self._store is None or not _is_kept(fields, key):
             if follows and self._store is not None:
                 body = await self._continued(self._store, fields, len(body), visit)
             await self._endpoint.take(body, answer, state["exchange"], visit, log)
@@ -106,7 +106,7 @@ class KeptEndpoint(Responder):
 
         def parse() -> tuple[Mapping[str, Any], bytes]:
             fields = parse_json(body)
-            return fields, packed_json(fields)
+            return fields, packed_json(fields) if _is_kept(fields, key) else body
 
         return await self._services.thread_pool.run(len(body), parse, tenant)
 
@@ -277,6 +277,11 @@ class KeptChatEndpoint(Responder):
             raise
         body = {"object": "chat.completion.deleted", "id": name, "deleted": True}
         await answer.json(200, json.encode(body))
+
+
+def _is_kept(fields: Mapping[str, Any], key: str | None) -> bool:
+    """Whether a request asks for its answer to be kept."""
+    return key is not None or fields.get("store") is True or fields.get("background") is True
 
 
 def _store_of(name: str, store: ResponseStore | None) -> ResponseStore:

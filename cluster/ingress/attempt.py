@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -16,35 +17,48 @@ from msgspec import DecodeError, json
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Scope
 
-from cluster.answer_log import ASKS, KEPT, LEASE, LISTENS, ROUTER_WAIT, TICK
+from cluster.answer_log import ASKS, KEPT, LEASE, LETS_GO, LISTENS, ROUTER_WAIT, TICK
 from cluster.client_id import SERVERS_NAME
 from cluster.ingress.exchange import Exchange
 
 ASKS_TAKEN = "squadron.tell_taken"  # beside the status of an answer whose router asks for the next
 TAKEN = "squadron.taken"  # type of the message that reports what the client has taken: `bytes` of the body, so far
 TELL_BYTES = 1 << 18  # after so many it is reported, or
+ROUTER_WAIT_UNTOLD = 60.0  # seconds; before a router has said how long its answers may wait for another one
 TELL_LEAST, TELL_SECONDS = 1 << 15, 5.0  # after these, when the last report is so long ago
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class Habits:
+    """What is known of a guard's routers. beats: they say something now and then. alone: nobody else answers.
+
+    wait: seconds that an answer may wait for another router, as they say.
+    """
+
+    beats: bool
+    alone: bool
+    wait: float = ROUTER_WAIT_UNTOLD
 
 
 class Attempt:
     """One router's answer to an exchange. learning: a 404 of the proxy itself is no answer, for it knows no app yet.
 
-    beats: routers are known to say something now and then. unknown: it was such a 404. wait: seconds that answers may
-    wait for another router, as this one says; None = it is of an earlier version, or was lost before it said so.
-    heard: whether it has said anything. differs: it made other bytes than those that the client has. silent: it was
-    given up as it said nothing. refused: the error with which it would not go on with an answer that was begun.
+    habits: of the routers; this one's are added to them. unknown: it was such a 404. heard: whether it has said
+    anything. differs: it made other bytes than those that the client has. silent: it was given up as it said
+    nothing. let_go: it leaves, as was planned. refused: the error with which it would not go on with an answer that
+    was begun.
     """
 
-    def __init__(self, exchange: Exchange, learning: bool = False, beats: bool = False) -> None:
+    def __init__(self, exchange: Exchange, habits: Habits, learning: bool = False) -> None:
         self.unknown = False
         self.differs = False
         self.silent = False
+        self.let_go = False
         self.refused: dict[str, Any] | None = None
-        self.wait: float | None = None
         self._exchange = exchange
         self._learning = learning
-        self._beats = beats
+        self._habits = habits
         self._loop = asyncio.get_running_loop()
         self._asked = exchange.asked()[::-1]  # what the client sent before, the first one last
         self._head: Message | None = None  # goes to the client with the first of its body
@@ -72,9 +86,10 @@ class Attempt:
             while not await self._ends(task):
                 self._quiet += not self._sending  # nothing more is heard while the client reads slowly
                 late = not (self.heard or self._sending or until is None or self._loop.time() <= until)
-                self.silent = late or (self._beats and self._quiet >= LEASE)
-                if self.silent and self._exchange.continuable:
-                    log.warning("a router says nothing: the request is asked again")
+                beats = self._habits.beats and (self._habits.alone or self._exchange.of_api)
+                self.silent = late or (beats and self._quiet >= LEASE)
+                if self.silent:
+                    log.warning("a router says nothing: it is left")
                     return
                 if self._joins:
                     await self._exchange.comment()
@@ -117,13 +132,14 @@ class Attempt:
 
     def _take_note(self, message: Message) -> None:
         note, wait, asked_at = message.pop(KEPT, None), message.pop(ROUTER_WAIT, None), message.pop(ASKS, None)
+        self.let_go |= message.pop(LETS_GO, False)
         if note is not None:
             self._exchange.keep(note)
         if asked_at is not None:
             self._asked_at = asked_at
             self._wake()
         if wait is not None:
-            self._beats, self.wait = True, wait
+            self._habits.beats, self._habits.wait = True, wait
 
     def _start(self, message: Message) -> None:
         exchange = self._exchange

@@ -19,6 +19,7 @@ STALLED = 600.0  # seconds; a client that takes nothing for so long is taken for
 MOST_OF_ONE = 32 << 20  # bytes that are kept of one exchange: what was asked and what its routers said
 OF_MESSAGE, OF_NOTE = 256, 64  # bytes that a kept one takes beside its content
 QUIET = 5.0  # seconds without a byte for a client that waits for another router, until it gets a comment
+END_OF_EVENT = b"\n\n"
 COMMENT = b": waiting for another router\n\n"  # source: WHATWG HTML, server-sent events: clients pass over it
 CALL = "squadron.call"  # key of the scope of a call of gRPC: its `method`, `metadata`, `remaining` seconds
 REPEATED_CALLS = frozenset({"Generate", "Chat", "Embed", "GetModelInfo", "Health", "GetLoad"})
@@ -66,7 +67,8 @@ class Exchange:
     """The client's side of one exchange, which lasts over all routers that answer it.
 
     over: answered to the end, or the client is gone. started: whether the client has the head of an answer. kind: its
-    content type. last: what of the body came last. sent: bytes of the body that the client has or that are
+    content type. last: what of the body came last. between_events: whether what was sent of a stream ends an event,
+    so that another one may follow. sent: bytes of the body that the client has or that are
     on their way to it. shown_id: the router's id of the answer, where the answer shows that one. named: whether the
     client has a name of its own for the request. error_form: of the route.
     """
@@ -76,6 +78,7 @@ class Exchange:
         self.started = False
         self.kind = ""
         self.last = b""
+        self.between_events = True
         self.sent = 0
         self.shown_id: str | None = None
         self.stalled = False
@@ -99,6 +102,12 @@ class Exchange:
     def continuable(self) -> bool:
         """Whether another router can give the rest of the answer."""
         return self._keeps and (not self.started or (self.kind in STREAMS and bool(self._notes)))
+
+    @property
+    def of_api(self) -> bool:
+        """Whether it goes by its path to a router; what else passes Serve's proxy may be for another app."""
+        path = self._scope["path"]
+        return CALL in self._scope or "/v1/" in path or path.endswith(ENDS_OF_REPEATED)
 
     @property
     def streams_events(self) -> bool:
@@ -151,7 +160,9 @@ class Exchange:
         self.started = True
         if message["type"] == "http.response.body":
             body = message.get("body", b"")
-            self.last = body or self.last
+            if body:
+                self.between_events = (self.last[-1:] + body).endswith(END_OF_EVENT)
+                self.last = body
             self.sent += len(body)
             self._digest.update(body)
             self.over |= not message.get("more_body", False)
@@ -159,7 +170,7 @@ class Exchange:
 
     async def comment(self) -> None:
         """Show a client of a stream that has waited for a while that its connection lives."""
-        if self.streams_events and self._loop.time() - self._sent_at >= QUIET:
+        if self.streams_events and self.between_events and self._loop.time() - self._sent_at >= QUIET:
             await self._send_in_time({"type": "http.response.body", "body": COMMENT, "more_body": True})
 
     async def _send_in_time(self, message: Message) -> None:

@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.client_id import is_client_id
 from cluster.error_forms import MESSAGES_FORM, OPENAI_FORM, ErrorForm, error_of
 from cluster.errors import ApiError
-from cluster.ingress.attempt import Attempt
+from cluster.ingress.attempt import Attempt, Habits
 from cluster.ingress.bounded_http import bound_http
 from cluster.ingress.exchange import Budget, Exchange
 from cluster.telemetry.logs import about, log_to_serve
@@ -43,7 +43,6 @@ TELLS_TAKEN = b"2"  # its value: this guard reports what the client has taken, t
 WINDOWED = "windowed"  # key of `scope["state"]` in a router that sends no more than a little beyond that
 CLOSED = "/-/routes"
 MOST_KEPT = 512 << 20  # bytes of all exchanges; what is beyond that is lost with its router
-ROUTER_WAIT_UNTOLD = 60.0  # seconds; before a router has said how long its answers may wait for another one
 # Routers that may die of a request: without bringing anything, before they say that they have it, and in all.
 MOST_LOSSES, MOST_TRIES, MOST_OF_ALL = 3, 12, 24
 # Seconds in which a proxy that was just started may not know its apps yet, and says of any path that it is not there.
@@ -63,19 +62,20 @@ def proxy_middlewares() -> list[Middleware]:
 class RouterLossGuard:
     """Watches every HTTP answer that passes; one that its router did not complete is completed by another router.
 
+    gateway: its app is routers alone, which are known to say something now and then; else it is Serve's proxy.
+
     What has no effect but its answer is asked again, with all that the lost router told of the answer: the client
     sees a pause. Where that cannot be, the answer is completed here: a stream of events gets a last event, the error
-    `router_lost`; an exchange without an answer gets it as a 503. Any other body that was begun is left as it is: its
-    server closes the connection short of the announced length.
+    `router_lost`; an exchange without an answer gets it as a 503. Any other body that was begun is left as it is, a
+    stream in the middle of an event, too: its server closes the connection short of the announced length.
     """
 
-    def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.monotonic, gateway: bool = False) -> None:
         self._app = app
         self._clock = clock
         self._learns_until = clock() + LEARNING
         self._budget = Budget(MOST_KEPT)
-        self._wait = ROUTER_WAIT_UNTOLD
-        self._beats = False  # whether routers are known to say something now and then
+        self._habits = Habits(beats=gateway, alone=gateway)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one exchange on (ASGI)."""
@@ -97,17 +97,15 @@ class RouterLossGuard:
         """Have routers answer, one after the other, until the answer is complete."""
         losses = Losses()
         while True:
-            attempt = Attempt(exchange, self._clock() < self._learns_until, self._beats)
+            attempt = Attempt(exchange, self._habits, self._clock() < self._learns_until)
             scope = exchange.scope_of(again=losses.had_it)
             await attempt.run(self._app, scope, losses.until)
-            if attempt.wait is not None:
-                self._wait, self._beats = attempt.wait, True
             if exchange.over:
                 return
             if attempt.unknown:
                 await refuse(no_router(exchange.shown_id or _request_id(scope)), send, exchange.error_form)
                 return
-            losses.add(exchange.progress, attempt, self._wait)
+            losses.add(exchange.progress, attempt, self._habits.wait)
             why = _why_final(attempt, losses)
             if why is None and exchange.continuable:
                 await exchange.pause(losses.pause)
@@ -133,7 +131,7 @@ class Losses:
         self.had_it = False  # whether any of them is known to have had the request
         self._progress: tuple[int, int] | None = None
         self._with_it = 0  # routers that had the request and brought nothing
-        self._tries = 0
+        self._tries = self._pauses = 0
         self._all = 0
 
     @property
@@ -147,15 +145,21 @@ class Losses:
     @property
     def pause(self) -> float:
         """Seconds until it is asked again: Serve takes a moment to notice that a router is gone."""
-        return float(min(0.01 * 2**self._tries, 1.0))
+        return float(min(0.01 * 2**self._pauses, 1.0))
 
     def add(self, progress: tuple[int, int], attempt: Attempt, wait: float) -> None:
-        """Take note of a loss. progress: of the answer, so far. wait: seconds that it may wait for another router."""
+        """Take note of a loss. progress: of the answer, so far. wait: seconds that it may wait for another router.
+
+        One that let it go as it leaves did not die of it: only those count that refuse what they are asked, in time.
+        """
         if progress != self._progress:
-            self._progress, self._with_it, self._tries = progress, 0, 0
+            self._progress, self._with_it, self._tries, self._pauses = progress, 0, 0, 0
+            self.until = None
+        if self.until is None or (attempt.let_go and attempt.heard):
             self.until = asyncio.get_running_loop().time() + wait
         self.had_it |= attempt.heard
-        died = not attempt.silent and attempt.refused is None
+        self._pauses = 0 if attempt.let_go and attempt.heard else self._pauses + 1
+        died = not attempt.silent and not attempt.let_go and attempt.refused is None
         self._with_it += died and attempt.heard
         self._tries += died
         self._all += died
@@ -176,7 +180,7 @@ async def _tell_loss(
     """Tell the client that its router is gone, and no other one goes on. refused: the error of one that would not."""
     if not exchange.started:
         await refuse(router_lost(request_id), send, exchange.error_form)
-    elif exchange.streams_events:
+    elif exchange.streams_events and exchange.between_events:
         told = refused or error_of(router_lost(request_id))
         await send({"type": "http.response.body", "body": _last_event(exchange, told)})
 

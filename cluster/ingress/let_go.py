@@ -10,13 +10,14 @@ import logging
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.answer_log import ANSWER_LOG, KEEPS, AnswerLog
+from cluster.answer_log import ANSWER_LOG, KEEPS, LETS_GO, NOTE, AnswerLog
 
 # As Serve's proxy says it where there is no router: no answer, so that another one is asked.
 _NOT_HERE = {
     "type": "http.response.start",
     "status": 503,
     "headers": [(b"content-type", b"text/plain"), (b"retry-after", b"1")],
+    LETS_GO: True,
 }
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,9 @@ class LetGo:
         self._kept[answer] = scope["state"][ANSWER_LOG]
         try:
             await asyncio.wait((answer,))
-            if not (answer.cancelled() and self._leaves):
+            if answer.cancelled() and self._leaves:
+                await send({"type": NOTE, LETS_GO: True})
+            else:
                 answer.result()
         finally:
             del self._kept[answer]

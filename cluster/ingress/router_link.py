@@ -16,7 +16,7 @@ from typing import Any
 from msgspec import msgpack
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.answer_log import KEPT, NOTE
+from cluster.answer_log import KEPT, LETS_GO, NOTE
 from cluster.wire.frames import HELLO_TIMEOUT, FrameServer, FrameStream, open_stream
 from cluster.wire.link import LinkAddress, LinkClosedError, LinkLimits
 
@@ -252,7 +252,7 @@ class _Exchange:
         if self._over or self._stream.closed:
             return  # as ASGI has it for a client that has left
         if message["type"] == NOTE:  # nobody waits for it: who says it says it of other exchanges, too
-            if KEPT in message or not self._stream.is_full:
+            if KEPT in message or LETS_GO in message or not self._stream.is_full:
                 self._stream.send(_encode((self._number, message)))
             return
         for piece in _pieces(message):

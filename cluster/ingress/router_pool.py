@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from cluster.answer_log import CONTINUES
+from cluster.answer_log import CONTINUES, LEASE, TICK
 from cluster.ingress.guard import no_router, refuse
 from cluster.ingress.router_link import SILENCE, RouterConnection
 from cluster.wire.link import LinkAddress
@@ -33,14 +33,16 @@ class KnownRouter:
         self._address = address
         self._loop = asyncio.get_running_loop()
         self._heard = self._loop.time()
+        self._avoided_until = self._heard
         self._idle: deque[RouterConnection] = deque()
         self._lent: set[RouterConnection] = set()
         self._opening = asyncio.Semaphore(MOST_OPENING)
 
     @property
     def silent(self) -> bool:
-        """Whether it has said nothing for a while; it may be stopped, or cut off."""
-        return self._loop.time() - self._heard > SILENCE
+        """Whether it has said nothing for a while, or an exchange has left it; it may be stopped, or cut off."""
+        now = self._loop.time()
+        return now - self._heard > SILENCE or now < self._avoided_until
 
     def dismiss(self) -> None:
         """Give it nothing new, and do without it once it has answered what it was asked."""
@@ -53,16 +55,23 @@ class KnownRouter:
         await self._left.wait()
 
     async def watch(self, gateway_id: str, alive: Callable[[], None]) -> None:
-        """Listen to it until it is gone; `alive` is called when it speaks. Raises `OSError` if it is not there."""
+        """Listen to it until it is gone, or silent for a lease; `alive` is called when it speaks.
 
-        def hear(leaves: bool) -> None:
-            self._heard = self._loop.time()
-            self.leaving |= leaves
-            alive()
-
+        Raises `OSError` if it is not there.
+        """
         connection = await RouterConnection.open(self._address)
         try:
-            await connection.watch(gateway_id, hear)
+            async with asyncio.timeout(LEASE * TICK) as limit:
+
+                def hear(leaves: bool) -> None:
+                    self._heard = self._loop.time()
+                    limit.reschedule(self._heard + LEASE * TICK)
+                    self.leaving |= leaves
+                    alive()
+
+                await connection.watch(gateway_id, hear)
+        except TimeoutError:
+            log.warning("router %s says nothing: it is left", self.router_id)
         finally:
             connection.close()
 
@@ -72,12 +81,19 @@ class KnownRouter:
             one.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have it answer an exchange; returns when it has, or is lost (ASGI)."""
+        """Have it answer an exchange; returns when it has, or is lost (ASGI). Who leaves it is not sent back soon."""
         try:
             async with self._connection() as connection:
                 await connection.exchange(scope, receive, send)
+        except asyncio.CancelledError:
+            self._avoid()
+            raise
         except OSError as error:
+            self._avoid()
             log.warning("router %s cannot be reached: %s", self.router_id, error)
+
+    def _avoid(self) -> None:
+        self._avoided_until = self._loop.time() + LEASE * TICK
 
     @asynccontextmanager
     async def _connection(self) -> AsyncGenerator[RouterConnection, None]:

@@ -15,7 +15,19 @@ from ray.exceptions import RayError
 from ray.serve._private import constants
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.answer_log import ANSWER_LOG, ASKS, KEEPS, KEPT, LISTENS, NOTE, ROUTER_WAIT, SILENCE, TICK, AnswerLog
+from cluster.answer_log import (
+    ANSWER_LOG,
+    ASKS,
+    KEEPS,
+    KEPT,
+    LISTENS,
+    NOTE,
+    ROUTER_WAIT,
+    SILENCE,
+    TICK,
+    AnswerLog,
+    NoLog,
+)
 from cluster.ingress.attempt import ASKS_TAKEN, TAKEN
 from cluster.ingress.guard import CALLBACK, CALLBACK_VARIABLE, MARK, TELLS_TAKEN, WINDOWED
 from engine.errors import ConfigError
@@ -60,14 +72,16 @@ class IngressCheck:
                 scope.setdefault("state", {})[WINDOWED] = True
                 window = _SendWindow(receive, send)
                 receive, send = window.receive, window.send
-            if scope.get(KEEPS):
+            if KEEPS in scope:
                 await self._told(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
     async def _told(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have the guard told what another router needs to go on with the answer."""
-        answer_log = scope.setdefault("state", {})[ANSWER_LOG] = AnswerLog.of(scope)
+        """Have the guard told that this router lives, and what another one needs to go on with the answer."""
+        answer_log: AnswerLog = NoLog()
+        if scope[KEEPS]:
+            answer_log = scope.setdefault("state", {})[ANSWER_LOG] = AnswerLog.of(scope)
         answer_log.spoke(since=self._stalls.began())
         teller = _Teller(answer_log, receive, send, self._router_wait)
         with self._beats.of(teller):

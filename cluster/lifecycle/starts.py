@@ -24,7 +24,7 @@ class StartRecord(msgspec.Struct, frozen=True):
     actor: the name by which Ray knows it. state: `waiting` (held back after failures, until `next_try`), `starting`
     (in `phase`), `ready` or `failed` (`reason`). since: when the state or phase began. share: of the phase that is
     done, 0 to 1, 0 where that is not known. failures: failed starts in a row before this one, the last for
-    `last_reason`.
+    `last_reason`. number: higher than of all that it saw before it, for clocks of nodes differ.
     """
 
     replica_id: str
@@ -38,6 +38,7 @@ class StartRecord(msgspec.Struct, frozen=True):
     failures: int = 0
     last_reason: str = ""
     share: float = 0.0
+    number: int = 0
 
 
 def failures_in_a_row(records: Iterable[StartRecord], alive: Collection[str], now: float) -> tuple[int, str]:
@@ -47,7 +48,7 @@ def failures_in_a_row(records: Iterable[StartRecord], alive: Collection[str], no
     starting prove nothing.
     """
     failures, reason = 0, ""
-    for record in sorted(records, key=lambda record: record.began, reverse=True):
+    for record in sorted(records, key=lambda record: (record.number, record.began), reverse=True):
         why = _failure(record, record.actor in alive, now)
         if why:
             failures = max(failures, record.failures + 1)
@@ -162,7 +163,10 @@ class Start:
         if alive is None:
             return 0, ""
         self._register.prune(alive, now)
-        return failures_in_a_row(self._register.of_version(), alive, now)
+        records = self._register.of_version()
+        number = 1 + max((one.number for one in records), default=0)
+        self._record = msgspec.structs.replace(self._record, number=number)
+        return failures_in_a_row(records, alive, now)
 
     def _report(self, **changes: object) -> None:
         self._put(msgspec.structs.replace(self._record, since=self._clock(), **changes))

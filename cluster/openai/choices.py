@@ -96,12 +96,12 @@ class Choice:
         if self._parser is None or len(chunk.token_ids) < 2:
             return self._take(chunk)
         # Token by token: which of them were thinking, and which came after the last call, does not depend on the cut.
-        delta = Delta(self._index, "", ())
+        parts: list[Delta] = []
         for one in _cut(chunk):
-            _join(delta, self._take(one))
+            parts.append(self._take(one))
             if self.done:
                 break
-        return delta
+        return _joined(parts)
 
     def _take(self, chunk: TokenChunk) -> Delta:
         stream, ids = self._stream, chunk.token_ids
@@ -164,14 +164,16 @@ def _cut(chunk: TokenChunk) -> Iterator[TokenChunk]:
         yield replace(chunk, token_ids=(token,), logprobs=chunk.logprobs[i : i + 1], finish_reason=reason)
 
 
-def _join(delta: Delta, more: Delta) -> None:
-    """Put what follows into `delta`."""
-    delta.text += more.text
-    delta.reasoning += more.reasoning
-    delta.token_ids = (*delta.token_ids, *more.token_ids)
-    delta.logprobs = (*delta.logprobs, *more.logprobs)
-    delta.calls = merged((*delta.calls, *more.calls))
-    delta.finish_reason, delta.stop_string = more.finish_reason, more.stop_string
+def _joined(parts: Sequence[Delta]) -> Delta:
+    """Return deltas of one choice that follow each other as one."""
+    return replace(
+        parts[-1],
+        text="".join([one.text for one in parts]),
+        reasoning="".join([one.reasoning for one in parts]),
+        token_ids=[token for one in parts for token in one.token_ids],
+        logprobs=[entry for one in parts for entry in one.logprobs],
+        calls=merged(call for one in parts for call in one.calls),
+    )
 
 
 def answer_parser(call: Call, request: Request, choice: int, tokenizer: Tokenizer) -> AnswerParser | None:

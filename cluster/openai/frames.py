@@ -214,11 +214,11 @@ class ChatFrames(Frames):
         if delta.text:
             parts.append({"content": delta.text})
         parts += [{"tool_calls": [_call_body(one)]} for one in delta.calls]
-        extras, frames = self._extras(delta), b""
+        extras, frames = self._extras(delta), []
         for part in parts:
-            frames += opening + _encode(part) + extras + b',"finish_reason":null}' + self._closing
+            frames.append(opening + _encode(part) + extras + b',"finish_reason":null}' + self._closing)
             extras = b',"logprobs":null'
-        return frames
+        return b"".join(frames)
 
     def _whole_call(self) -> dict[str, Any]:
         return self._prompt_extras(0)

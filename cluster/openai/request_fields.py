@@ -28,7 +28,7 @@ from cluster.openai.fields import (
     note,
 )
 from engine.errors import InvalidRequestError
-from engine.sampling_params import GrammarKind, StructuredOutput
+from engine.sampling_params import MAX_N, GrammarKind, StructuredOutput
 
 MAX_TOOLS = 1024  # OpenAI has 128; an agent may have the tools of many MCP servers
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")  # OpenAI has 64; agents name tools of MCP servers by both
@@ -238,7 +238,7 @@ class GenerationFields(Fields):
     """What completions and chat completions share. A field that was not sent keeps `SamplingParams`' default."""
 
     model: str = Field(description="a name of a served model; GET /v1/models lists them")
-    n: int | None = note("1 to 16 choices", 1, 16)
+    n: int | None = note(f"1 to {MAX_N} choices", 1, MAX_N)
     temperature: float | None = note("0 is greedy; up to 100", 0, 100)
     top_p: float | None = note("above 0, at most 1", 0, 1)
     top_k: int | None = note("0 or -1 is off", -1, _MAX)

@@ -39,8 +39,11 @@ from engine.sampling_params import (
 )
 
 MAX_PRIORITY = 2**31 - 1
+_OTHERWISE = ("structured_outputs", "truncate_prompt_tokens")  # `SamplingParams` has them for `LLM` alone
 _SAMPLING = [
-    field.name for field in dataclasses.fields(SamplingParams) if field.name in GenerationFields.model_fields
+    field.name
+    for field in dataclasses.fields(SamplingParams)
+    if field.name in GenerationFields.model_fields and field.name not in _OTHERWISE
 ]
 _MAX_SALT_BYTES = 256
 

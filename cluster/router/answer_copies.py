@@ -211,7 +211,7 @@ class AnswerCopies:
         """Tell a replica that may have been cut off what was deleted or taken over meanwhile."""
         for said in self._deletions.told(asyncio.get_running_loop().time()):
             self._send(replica, said)
-        for name, copied in self._records.items():
+        for name, copied in list(self._records.items()):
             if copied.record.epoch and copied.homes:
                 self._send(replica, Forget(name, copied.record.head.tenant, copied.record.epoch - 1, None))
 

@@ -294,7 +294,7 @@ def gateway(gateway_id: str, config: ClusterConfig, routers: Any) -> GatewayApp:
     """Return the app of a gateway, in the process that is one. routers: its handle of their deployment."""
     pool = RouterPool(gateway_id, config.router_wait)
     RouterDirectory(gateway_id, "node", routers, pool)
-    return GatewayApp(pool, RouterLossGuard(pool, asyncio.get_running_loop().time))
+    return GatewayApp(pool, RouterLossGuard(pool, asyncio.get_running_loop().time, gateway=True))
 
 
 def _tenancy(history: History) -> Tenancy:

@@ -31,7 +31,6 @@ from cluster.config_values import (
 )
 from cluster.routing_policies import ROUTING_POLICIES
 from deploy.cli.flag_texts import HELP, OPEN_DEFAULTS
-from deploy.cli.vllm_advice import ADVICE
 from deploy.cli.vllm_flags import (
     ALIASES,
     advice_on,
@@ -53,6 +52,7 @@ from engine.config import (
 )
 from engine.errors import ConfigError, flag
 from engine.near_name import near_name
+from engine.vllm_advice import ADVICE
 
 POSITIONAL = "model"
 SEVERAL_KEYS = "--api-key takes one key: give several in a file of `squadron keys new` as --api-key-file"

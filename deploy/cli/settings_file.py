@@ -8,9 +8,11 @@ from typing import Any
 
 import yaml
 
-from cluster.app_config import AppConfig, parse_app
+from cluster.app_config import APP_WIDE, PER_MODEL, AppConfig, parse_app
 from deploy.cli.vllm_flags import without_vllms
 from engine.errors import ConfigError
+
+SETTINGS = (*PER_MODEL, *APP_WIDE)
 
 
 class _OnceLoader(yaml.SafeLoader):
@@ -39,7 +41,7 @@ def load_settings(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"{path}: must hold settings such as `replicas: 2`, one a line", "config")
     try:
-        settings = without_vllms(values)
+        settings = without_vllms(values, SETTINGS)
         if isinstance(models := settings.get("models"), list):
             settings["models"] = [_of_one(i, entry) for i, entry in enumerate(models)]
         return settings
@@ -52,7 +54,7 @@ def _of_one(number: int, entry: Any) -> Any:
     if not isinstance(entry, dict) or not all(isinstance(key, str) for key in entry):
         return entry
     try:
-        return without_vllms(entry)
+        return without_vllms(entry, SETTINGS)
     except ConfigError as error:
         raise ConfigError(f"models[{number}]: {error}", error.flag) from None
 

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from deploy.cli.vllm_advice import ADVICE, SHORT, Advice
 from engine.errors import ConfigError
+from engine.vllm_advice import ADVICE, SHORT, Advice
 
 # Other spellings of our flags, by setting. Those in full are vLLM's for the same thing.
 ALIASES: Mapping[str, tuple[str, ...]] = {
@@ -26,9 +26,11 @@ KEY = "--api-key"
 def our_spelling(arguments: Sequence[str], own: Collection[str]) -> list[str]:
     """Return the command line without what holds here anyway, with dashes in flags, and sizes separated by commas.
 
+    A flag's opposite, as vLLM spells it from 0.33 on, is `--no-...` here: `--disable-prefix-caching`.
+
     own: the spellings of the command's own flags.
     """
-    dashed = [_dashed(one) for one in _before_rest(arguments)]
+    dashed = [_opposite(_dashed(one), own) for one in _before_rest(arguments)]
     rest = arguments[len(dashed) :]
     return [*join_sizes(_without_what_holds(dashed, own)), *rest]
 
@@ -101,32 +103,30 @@ def parted(option: str, arguments: Sequence[str], own: Collection[str]) -> str |
     return f"{name} {glued[len(name) :]}" if glued != name and name in own else None
 
 
-def without_vllms(settings: Mapping[str, Any]) -> dict[str, Any]:
+def without_vllms(settings: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:
     """Return settings of a file, by name, in our spelling and without those of vLLM that hold here anyway.
 
-    settings: their names may have dashes or underscores.
+    settings: their names may have dashes or underscores. own: names of our settings.
     Raises `ConfigError` for one that is given in two spellings, and with what to do for others of vLLM's that are
     none of ours.
     """
     ours = {name[2:].replace("-", "_"): one for one, names in ALIASES.items() for name in names if name[:2] == "--"}
+    flags = {"--" + name.replace("_", "-") for name in own}
     names = {name.replace("-", "_") for name in settings}
     kept: dict[str, Any] = {}
-    for written, value in settings.items():
-        key = written.replace("-", "_")
+    for written, given in settings.items():
+        flag = "--" + written.replace("_", "-")
+        positive = _opposite(flag, flags | ADVICE.keys()).replace("--no-", "--", 1)
+        value = not given if positive != flag and isinstance(given, bool) else given
+        key = positive[2:].replace("-", "_")
         if ours.get(key, key) in kept:
             raise ConfigError(f"{ours.get(key, key)} is given twice; keep one of them", key)
-        advice = ADVICE.get("--" + written.replace("_", "-"))
+        advice = ADVICE.get(positive)
         if advice is None:
             kept[ours.get(key, key)] = value
-        elif not _holds(advice, value) or (advice.needs and advice.needs[2:].replace("-", "_") not in names):
-            raise ConfigError(f"there is no setting {key}: {advice.text}", key)
+        elif not advice.allows(value) or (advice.needs and advice.needs[2:].replace("-", "_") not in names):
+            raise ConfigError(f"there is no setting {written.replace('-', '_')}: {advice.text}", key)
     return kept
-
-
-def _holds(advice: Advice, value: Any) -> bool:
-    if isinstance(value, bool):
-        return advice.on if value else advice.off
-    return str(value) in advice.holds
 
 
 def _before_rest(arguments: Sequence[str]) -> Iterator[str]:
@@ -145,9 +145,18 @@ def _dashed(argument: str) -> str:
     return name.replace("_", "-") + dot + part + equals + value
 
 
+def _opposite(argument: str, known: Collection[str]) -> str:
+    """Return the `--no-...` of a known flag for its opposite: `--disable-x` of `--enable-x`, or the reverse."""
+    for prefix, inverse in (("--disable-", "--enable-"), ("--enable-", "--disable-")):
+        positive = inverse + argument.removeprefix(prefix)
+        if argument.startswith(prefix) and argument not in known and positive in known:
+            return "--no-" + positive.removeprefix("--")
+    return argument
+
+
 def _advice(name: str) -> tuple[Advice | None, bool]:
-    """Return the advice for a flag, and whether it is written as `--no-...`."""
-    full = SHORT.get(name, name)
+    """Return the advice for a flag, and whether it is written as its opposite."""
+    full = _opposite(SHORT.get(name, name), ADVICE)
     positive = "--" + full.removeprefix("--no-") if full.startswith("--no-") else ""
     return (ADVICE[positive], True) if positive in ADVICE else (ADVICE.get(full), False)
 

@@ -70,8 +70,8 @@ def _logs(request: Request) -> dict[int, tuple[int, ...]]:
 class MaskMaker:
     """Fills masks in a few threads of its own. The arrays of one call are overwritten by the next.
 
-    drawn: waits for the tokens of the step in flight, one for each of its samples. threads: unless as many as the
-    machine has cores, up to `MOST_THREADS`.
+    drawn: waits for the tokens of the step in flight, one for each of its samples, -1 where it has none. threads:
+    unless as many as the machine has cores, up to `MOST_THREADS`.
     """
 
     def __init__(
@@ -100,7 +100,8 @@ class MaskMaker:
             if late:
                 tokens = self._drawn()
                 for place in late:
-                    _match(choices[place], int(tokens[drawn_now[place]]))
+                    if (token := int(tokens[drawn_now[place]])) >= 0:
+                        _match(choices[place], token)
                 self._begin([(choices[place], bits[place]) for place in late])
             for job in self._jobs:
                 job.result()

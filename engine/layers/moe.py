@@ -309,9 +309,13 @@ class MoE(Layer):
         part = self.experts.part(x if self.to_latent is None else self.to_latent(x), *self.router(x))
         if self.from_latent is not None:
             part = self.from_latent(part)
-        if self.shared is not None:
-            shared = self.shared.part(x)
-            if self.shared_gate is not None:
-                shared = shared * sigmoid(self.shared_gate(x))
-            part = part + shared
-        return self.group.all_reduce(part)
+        if self.shared is None:
+            return self.group.all_reduce(part)
+        shared = self.shared.part(x)
+        if self.shared_gate is not None:
+            shared = shared * sigmoid(self.shared_gate(x))
+        if not self.experts.whole:
+            return self.group.all_reduce(part + shared)
+        # Which rank has a token's experts depends on its place in the step; the order of what is added must not.
+        experts, shared = self.group.all_reduce(torch.stack((part, shared)))
+        return experts + shared

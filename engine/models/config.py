@@ -227,7 +227,7 @@ class ModelConfig:
             hidden_size=hf.integer(hf.spelling("hidden_size")),
             num_layers=_count_layers(hf),
             vocab_size=vocab,
-            max_positions=hf.integer(hf.spelling("max_position_embeddings")),
+            max_positions=_max_positions(hf),
             dtype=str(hf.get("dtype", hf.get("torch_dtype", dtype))).removeprefix("torch."),
             eos_token_ids=known_token_ids(hf.get("eos_token_id"), vocab),
             quantization=quantization,
@@ -242,6 +242,26 @@ def _count_layers(hf: HFConfig) -> int:
     listed = hf.get("layers_block_type", hf.get("hybrid_override_pattern"))
     counted = len(listed) if isinstance(listed, list | str) and listed else None
     return hf.integer(hf.spelling("num_hidden_layers"), counted, high=MAX_LAYERS)
+
+
+def _max_positions(hf: HFConfig) -> int:
+    """Return the most tokens of a sequence: of YaRN factor x the length before it, as in vLLM and transformers."""
+    trained = hf.integer(hf.spelling("max_position_embeddings"))
+    name = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
+    given = hf.get(name)
+    ropes = [given, *given.values()] if isinstance(given, Mapping) else []
+    for rope in ropes:
+        if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) != "yarn":
+            continue
+        where, field = f"config.json: {name}", "original_max_position_embeddings"
+        original = positive({field: hf.get(field, rope.get(field))}, field, trained, where)
+        stretched = positive(rope, "factor", trained / original, where) * original
+        if not 1 <= stretched <= MAX_INTEGER:
+            raise CheckpointError(
+                f"{where}: factor x {field} must be 1 to {MAX_INTEGER} tokens, not {stretched:g}; factor 4.0 is usual"
+            )
+        return round(stretched)
+    return trained
 
 
 def _text_half(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"
 MAX_STUCK_TOKENS = 8  # a character has at most 4 bytes: text that is still broken after 8 tokens stays broken
+LONGEST_WINDOW = 64  # tokens that are decoded again and again, where no character ends with a token
 CONTEXT_TOKENS = 6  # of the prompt, before the text to come: enough to know that it does not begin here
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -234,7 +235,17 @@ class WindowDecoder(TextDecoder):
             self._shown = self._decode(self._window)
         elif delta:  # the last token ends in the middle of a character: there is no clean place to cut the window
             self._shown = certain
+            if len(self._window) > LONGEST_WINDOW:
+                self._shorten(len(text) - len(certain))
+        elif self._stuck > MAX_STUCK_TOKENS:  # a skipped token, or one that is unknown
+            del self._window[self._settled]
         return delta
+
+    def _shorten(self, waiting: int) -> None:
+        """Forget the first half of the window. waiting: characters at its end that are not shown yet."""
+        self._window, self._settled = self._window[LONGEST_WINDOW // 2 :], 0
+        text = self._decode(self._window)
+        self._shown = text[: len(text) - waiting]
 
     def finish(self) -> str:
         """See `TextDecoder.finish`."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Protocol
 
 import torch
@@ -25,7 +25,7 @@ from engine.worker.runner import ModelRunner
 from engine.worker.sleep import WEIGHTS
 from engine.worker.worker import pack_sleep, pack_wake
 from parallel.channel import Buffer, Channel
-from parallel.errors import ParallelError
+from parallel.errors import ChannelTimeout, ParallelError
 from parallel.group import Group
 
 LAST_WORDS = 0.5  # seconds for a dying rank's reason to arrive
@@ -116,13 +116,13 @@ class WorkerGroupExecutor(Executor):
         if self._runner is None:
             raise EngineDeadError("the executor is closed")
         self._number += 1
-        with self.breaks_on_error(f"in step {self._number}"):
+        with self.in_step(self._number):
             inputs.draws = pack_draws(sampling, self._group.device)
             began = time.perf_counter()
             self._channel.send(self._steps.pack(inputs, self._number), self._timeout)
             sending = time.perf_counter() - began
             pending = _launched(self._runner, inputs, sampling, self._threads)
-            return _WorkerGroupPending(self, f"in step {self._number}", pending, sending)
+            return _WorkerGroupPending(self, self._number, pending, sending)
 
     @override
     def sleep(self, level: int) -> None:
@@ -139,14 +139,22 @@ class WorkerGroupExecutor(Executor):
     def wait_for(self, pending: Pending) -> None:
         """Wait for a step while all ranks are there. Raises what `Workers.check` does when one has ended.
 
-        A GPU that waits for a rank that is gone waits for good, and so would the host with it.
+        A GPU that waits for a rank that is gone or hangs waits for good, and so would the host with it: raises
+        `ChannelTimeout` after `step_timeout`.
         """
-        due = time.monotonic() + LOOK_AROUND
+        began = time.monotonic()
+        due = began + LOOK_AROUND
         while not pending.has_run:
             time.sleep(LOOK)
-            if time.monotonic() > due:
+            if (now := time.monotonic()) > due:
                 self._workers.check()
-                due = time.monotonic() + LOOK_AROUND
+                if now > began + self._timeout:
+                    raise ChannelTimeout(self._hung())
+                due = now + LOOK_AROUND
+
+    def _hung(self) -> str:
+        behind = ", ".join(map(str, self._channel.readers_behind()))
+        return f"rank {behind} did not come back from it" if behind else "a device did not get to its end"
 
     def check(self) -> None:
         """Raise `EngineDeadError` when a worker has ended. For watchers; any thread."""
@@ -177,13 +185,22 @@ class WorkerGroupExecutor(Executor):
             self._channel.send(order, self._timeout)
             yield self._runner
 
+    def in_step(self, number: int) -> AbstractContextManager[None]:
+        """End the worker group on any error in a step."""
+        return self.breaks_on_error(f"in step {number}", self._timeout)
+
     @contextmanager
-    def breaks_on_error(self, when: str) -> Iterator[None]:
-        """End the worker group on any error, and say when, and why where a rank knows."""
+    def breaks_on_error(self, when: str, step_timeout: float | None = None) -> Iterator[None]:
+        """End the worker group on any error, and say when, and why where a rank knows.
+
+        step_timeout: seconds after which what is run counts as hung, where that is the setting.
+        """
         try:
             yield
         except ParallelError as error:
             reason = exit_reason(self._workers) or str(error)
+            if step_timeout is not None and isinstance(error, ChannelTimeout):
+                reason += f"; step_timeout is {step_timeout:g} s"
             self.close()
             raise EngineDeadError(f"the tensor-parallel group broke {when}: {reason}") from error
         except BaseException:
@@ -194,9 +211,9 @@ class WorkerGroupExecutor(Executor):
 class _WorkerGroupPending(Pending):
     """A step of a worker group. sending: seconds that it took to send it to the other ranks."""
 
-    def __init__(self, executor: WorkerGroupExecutor, when: str, pending: Pending, sending: float) -> None:
+    def __init__(self, executor: WorkerGroupExecutor, number: int, pending: Pending, sending: float) -> None:
         self._executor = executor
-        self._when = when
+        self._number = number
         self._pending = pending
         self._sending = sending
 
@@ -207,7 +224,7 @@ class _WorkerGroupPending(Pending):
 
     @override
     def result(self) -> StepOutputs:
-        with self._executor.breaks_on_error(self._when):
+        with self._executor.in_step(self._number):
             self._executor.wait_for(self._pending)
             outputs = self._pending.result()
         outputs.channel = self._sending

@@ -176,9 +176,12 @@ def _joined(drawn: list[Tensor]) -> Tensor:
 
 
 def _among(piece: Tensor, start: int, rows: Ints) -> Tensor:
-    """Return those of `rows`, ascending rows of all logits, that lie in the piece which begins at `start`."""
+    """Return those of `rows`, ascending rows of all logits, that lie in the piece which begins at `start`.
+
+    Siblings that draw from the same logits repeat their row.
+    """
     mine = rows[(rows >= start) & (rows < start + len(piece))] - start
-    if len(mine) == len(piece):
+    if np.array_equal(mine, np.arange(len(piece))):
         return piece
     return piece.index_select(0, upload([mine], piece.device)[0])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli.vllm_advice import ADVICE
+from engine.vllm_advice import ADVICE
 from tests.docs.pages import MADE, REFERENCE
 
 ROOT = Path(__file__).resolve().parents[2]

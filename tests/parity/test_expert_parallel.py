@@ -36,9 +36,9 @@ def test_the_first_ranks_hold_one_more(count: int, size: int, expected: list[int
     assert first_experts(count, size) == expected
 
 
-def layer(group: Group, routing: Routing, *, expert_parallel: bool = True) -> MoE:
+def layer(group: Group, routing: Routing, *, expert_parallel: bool = True, shared_inner: int = 0) -> MoE:
     """Return a layer whose weights are those of any other of the same routing, wherever they lie."""
-    made = MoE(16, 24, "silu", routing, Build(group, torch.float32, 64, expert_parallel))
+    made = MoE(16, 24, "silu", routing, Build(group, torch.float32, 64, expert_parallel), shared_inner=shared_inner)
     for name, parameter in made.named_parameters():
         generator = torch.Generator().manual_seed(sum(map(ord, name)))
         parameter.data = torch.randn(parameter.shape, generator=generator)
@@ -66,6 +66,21 @@ def test_a_token_has_the_bits_of_one_rank(size: int, kind: str) -> None:
                 assert torch.equal(one, other)
             else:
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_a_token_has_the_same_bits_wherever_it_stands_beside_a_shared_expert() -> None:
+    """Which rank adds up its experts depends on its place in the step."""
+    rows = torch.randn(6, 16, generator=torch.Generator().manual_seed(0))
+
+    def act(group: Group) -> list[torch.Tensor]:
+        with torch.inference_mode():
+            moe = layer(group, ROUTINGS["softmax"], shared_inner=32)
+            moe.shared.down.weight.mul_(1 + group.rank)  # each rank has a part of its own
+            return [moe(torch.stack([row, row]))[place] for row in rows for place in range(2)]
+
+    for found in on_ranks(2, act):
+        assert all(torch.equal(first, last) for first, last in zip(found[::2], found[1::2], strict=True))
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])

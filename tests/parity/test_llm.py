@@ -1,10 +1,14 @@
 """Offline generation against transformers: the same tokens batched, chunked, cached, preempted, forked, sharded."""
 
+import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy
 import psutil
 import pytest
 import torch
@@ -87,6 +91,18 @@ def test_a_ragged_batch_matches_transformers(llm, oracle):
 def test_prompts_chunked_beside_decodes_match_transformers(folder, oracle):
     with open_llm(folder, max_num_batched_tokens=7) as small_steps:
         check(oracle, small_steps.generate(prompts(6, longest=60, seed=1), GREEDY))
+
+
+def test_yarn_beyond_the_length_of_config_json_matches_transformers(folder, oracle):
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+    asked = [prompt * 2 for prompt in prompts(3, longest=24, seed=8)]
+    with open_llm(folder, hf_overrides={"max_position_embeddings": 20, "rope_parameters": rope}) as long:
+        assert long.info.config.max_model_len == 64
+        results = long.generate(asked, GREEDY)
+    config = transformers.AutoConfig.from_pretrained(folder, max_position_embeddings=20, rope_parameters=rope)
+    stretched = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    stretched.load_state_dict(oracle.state_dict())
+    check(stretched, results)
 
 
 def test_cached_prefixes_match_transformers(llm, oracle):
@@ -237,6 +253,43 @@ def test_prompts_may_be_texts_ids_or_one_of_them(llm):
     assert llm.generate(ids, params)[0].prompt is None
 
 
+@pytest.mark.parametrize("array", [numpy.array, torch.tensor, lambda ids: [numpy.int64(one) for one in ids]])
+def test_prompts_have_the_forms_of_vllms_scripts(llm, array):
+    (expected,) = llm.generate([[5, 6, 7]], GREEDY)
+    ids = array([5, 6, 7])
+    forms = [ids, [ids], {"prompt_token_ids": ids}, [{"prompt_token_ids": ids, "prompt": "abc"}], [[5, 6, 7]]]
+    assert [tokens_of(llm.generate(one, GREEDY)) for one in forms] == [tokens_of([expected])] * len(forms)
+    assert len(llm.generate(numpy.array([[5, 6], [7, 8]]), GREEDY)) == 2
+    assert tokens_of(llm.generate({"prompt": "ab"}, GREEDY)) == tokens_of(llm.generate("ab", GREEDY))
+
+
+def test_parameters_of_vllms_scripts_are_taken(llm):
+    prompt = prompts(1, longest=40, seed=5)[0]
+    kind = SimpleNamespace(json=None, regex="[ab]{3}", choice=None, disable_any_whitespace=False)
+    for wanted in (kind, {"regex": "[ab]{3}"}):
+        (result,) = llm.generate([prompt], SamplingParams(structured_outputs=wanted, seed=1, extra_args={}))
+        assert re.fullmatch("[ab]{3}", result.outputs[0].text)
+    numbers = {"temperature": numpy.float64(0), "max_tokens": numpy.int64(6), "stop_token_ids": numpy.array([2])}
+    plain = {"temperature": 0.0, "max_tokens": 6, "stop_token_ids": [2]}
+    assert SamplingParams(**numbers) == SamplingParams(**plain, output_kind=SimpleNamespace(name="FINAL_ONLY"))
+    params = SamplingParams(**plain)
+    (whole,), (bare,) = (llm.generate([prompt], replace(params, detokenize=makes)) for makes in (True, False))
+    assert (tokens_of([whole]), bare.outputs[0].text) == (tokens_of([bare]), "")
+    assert whole.outputs[0].text
+    room = llm.info.config.context_len - 6
+    for keep, length in ((3, 3), (-1, room), (room, room)):
+        (cut,) = llm.generate([prompt * 20], replace(params, truncate_prompt_tokens=keep))
+        assert cut.prompt_token_ids == (prompt * 20)[-length:]
+
+
+def test_rollouts_of_32_choices_are_the_same_as_in_company(llm):
+    rollout = SamplingParams(n=32, seed=7, max_tokens=4, ignore_eos=True)
+    (alone,) = llm.generate([[5, 6, 7]], rollout)
+    both = llm.generate([[5, 6, 7], [8, 9]], [rollout, GREEDY])
+    assert len(alone.outputs) == 32
+    assert tokens_of([both[0]]) == tokens_of([alone])
+
+
 @pytest.mark.parametrize(
     ("asked", "params", "error", "message"),
     [
@@ -247,6 +300,14 @@ def test_prompts_may_be_texts_ids_or_one_of_them(llm):
         ([[5], None], GREEDY, InvalidRequestError, r"prompts\[1\] must be a string"),
         ([[5], b"ab"], GREEDY, InvalidRequestError, r"prompts\[1\] must be a string"),
         (7, GREEDY, InvalidRequestError, r"prompts must be"),
+        (
+            {"prompt": "a", "multi_modal_data": {"image": 1}},
+            GREEDY,
+            InvalidRequestError,
+            "prompts.multi_modal_data is",
+        ),
+        ([[5], {"prompt": None}], GREEDY, InvalidRequestError, r"prompts\[1\].prompt must be a string"),
+        ([[5, 1.5]], GREEDY, InvalidRequestError, r"prompts\[0\]"),
         ([[5], [6]], [GREEDY], InvalidRequestError, r"2 prompts came with 1"),
         ([[5]], SamplingParams(max_tokens=10**6), InvalidRequestError, r"sampling_params\[0\].max_tokens"),
     ],
@@ -264,6 +325,41 @@ def test_unknown_settings_and_folders_are_named(tmp_path):
         LLM("x", max_model_length=5)
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         LLM(str(tmp_path))
+
+
+def test_arguments_of_vllms_llm_are_taken_or_answered_as_flags_are(folder, oracle):
+    del oracle
+    held = {"trust_remote_code": False, "swap_space": 0, "enable_chunked_prefill": True, "load_format": "auto"}
+    more = {"distributed_executor_backend": "mp", "pipeline_parallel_size": 1, "disable_log_stats": True}
+    with open_llm(folder, **held, **more, tokenizer_mode="auto", download_dir=None) as llm:
+        assert llm.generate([[5]], GREEDY)
+    for given, told in (
+        ({"trust_remote_code": True}, r"no setting trust_remote_code: A checkpoint's code is never run"),
+        ({"pipeline_parallel_size": 2}, r"pipeline_parallel_size: Layers .* use tensor_parallel_size"),
+        ({"distributed_executor_backend": "ray"}, r"Ranks are processes of this machine: leave it out"),
+        ({"swap_space": 4}, r"no setting swap_space: Nothing is swapped"),
+        ({"max_num_active_seqs": 4}, r"Use max_num_seqs"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            LLM(str(folder), **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"n": 129}, "n must be between 1 and 128"),
+        ({"detokenize": False, "stop": ["a"]}, "stop is looked for in texts; leave detokenize out"),
+        ({"detokenize": 0}, "detokenize must be True or False"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be between 1"),
+        ({"output_kind": SimpleNamespace(name="DELTA")}, "output_kind must be FINAL_ONLY"),
+        ({"extra_args": {"a": 1}}, "extra_args holds a, which nothing takes"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "exactly one of json, regex"),
+        ({"structured_outputs": SimpleNamespace()}, "exactly one of json, regex"),
+    ],
+)
+def test_parameters_that_cannot_be_met_are_named(given, told):
+    with pytest.raises(InvalidRequestError, match=told):
+        SamplingParams(**given)
 
 
 def test_ctrl_c_ends_the_batch_between_steps_and_leaves_the_llm_usable(llm, monkeypatch):

@@ -115,6 +115,16 @@ def test_no_memory_for_the_scores_of_a_prompt_ends_their_request_alone(checkpoin
         check_logprobs(checkpoint[1], llm.generate([asks], ASKED))
 
 
+@pytest.mark.parametrize(("ids", "others"), [([5, 6, 7], []), ([5, 6, 7, 8], [[90, 91, 92]])])
+def test_choices_are_drawn_from_their_own_logits_where_prompts_are_scored(checkpoint, ids, others):
+    scored = replace(ASKED, prompt_logprobs=0)
+    asked = replace(scored, n=3, prompt_logprobs=None if others else 0)
+    with open_llm(checkpoint[0]) as llm:
+        (expected,) = llm.generate([ids], scored)
+        found, *_ = llm.generate([ids, *others], [asked] + [scored] * len(others))
+    assert [choice.token_ids for choice in found.outputs] == [expected.outputs[0].token_ids] * 3
+
+
 def test_two_ranks_tell_what_one_tells(checkpoint):
     folder, model = checkpoint
     ragged = prompts(4, seed=2)

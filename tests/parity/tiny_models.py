@@ -192,7 +192,7 @@ CONFIGS = {
     "ministral3": lambda: transformers.Ministral3Config(
         **SMALL,
         head_dim=32,
-        rope_parameters=YARN | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3},
+        rope_parameters=YARN | {"factor": 32.0, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3},
     ),
     "mistral": lambda: transformers.MistralConfig(**SMALL, sliding_window=11),
     "stablelm": lambda: transformers.StableLmConfig(

@@ -117,10 +117,10 @@ def _read_quoted(reader: Reader) -> Generator[None, None, str]:
 
 
 def _read_bare(reader: Reader) -> Generator[None, None, str]:
-    start = len(reader.held())
+    mark = reader.mark()
     while BARE.fullmatch((yield from reader.peek())):
         reader.advance()
-    text = reader.held()[start:]
+    text = reader.since(mark)
     if not text:
         raise MalformedCallError
     return text

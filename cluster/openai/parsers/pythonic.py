@@ -59,12 +59,12 @@ class PythonicParser(ToolParser):
         yield from read_content(reader)
 
     def _read_call(self, reader: Reader) -> Step:
-        start = len(reader.held())
+        mark = reader.mark()
         name = yield from read_word(reader)
         if name not in self.names:
             raise MalformedCallError
         yield from _read_brackets(reader, "(")
-        reader.open_call(name, json.dumps(arguments_of(reader.held()[start + len(name) :]), ensure_ascii=False))
+        reader.open_call(name, json.dumps(arguments_of(reader.since(mark)[len(name) :]), ensure_ascii=False))
 
 
 def _read_brackets(reader: Reader, opening: str) -> Generator[None, None, None]:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import groupby
 
 Step = Generator[None, None, None]
 MakeId = Callable[[], str]
@@ -55,11 +56,11 @@ class WholeCall:
 def merged(calls: Iterable[CallDelta]) -> tuple[CallDelta, ...]:
     """Return what is new in each call as one piece, in the order of the calls; the deltas are taken over."""
     found: list[CallDelta] = []
-    for call in calls:
-        if found and found[-1].index == call.index:
-            found[-1].arguments += call.arguments
-        else:
-            found.append(call)
+    for _, group in groupby(calls, lambda call: call.index):
+        first, *more = group
+        if more:
+            first.arguments = "".join([first.arguments, *[call.arguments for call in more]])
+        found.append(first)
     return tuple(found)
 
 
@@ -138,11 +139,15 @@ class Reader:
         self.turn(Sink.HELD)
         self._held = []
 
-    def held(self) -> str:
-        """Return what is held."""
+    def mark(self) -> int:
+        """Return a mark behind what is held, for `since`; good until something is released or dropped."""
         self._flush()
-        self._held = ["".join(self._held)]
-        return self._held[0]
+        return len(self._held)
+
+    def since(self, mark: int) -> str:
+        """Return what was held since `mark`."""
+        self._flush()
+        return "".join(self._held[mark:])
 
     def open_call(self, name: str, arguments: str = "", call_id: str | None = None) -> None:
         """Tell a call; what is held was the beginning of its writing. call_id: None = a new one is made."""

@@ -17,6 +17,8 @@ from cluster.openai.parsers.tool_parser import ToolParser
 if TYPE_CHECKING:
     from engine.text.tokenizer import Tokenizer
 
+_NO_SPACE = re.compile(r"\S")
+
 
 @dataclass(frozen=True, slots=True)
 class Thought:
@@ -44,7 +46,8 @@ class ReasoningParser:
     def __init__(self, thinking: bool | None = None) -> None:
         self._start = thinking is not False
         self._within = self.usually_within if thinking is None else thinking
-        self._held = ""
+        self._held = ""  # what may be the beginning of a tag
+        self._space: list[str] = []  # before it; only shown where more of the same part follows
         self._trim = False  # whether whitespace at the front of what comes next is dropped
 
     @property
@@ -62,7 +65,7 @@ class ReasoningParser:
 
     def finish(self) -> Thought:
         """Return what is left at the end of the text."""
-        rest, self._held = self._held, ""
+        rest = self._take_held()
         return Thought(rest.rstrip()) if self._within else Thought(content=rest)
 
     @classmethod
@@ -91,12 +94,15 @@ class ReasoningParser:
     def _read_opening(self) -> bool:
         """Read the tag that a text may begin with; False = not yet known whether it does."""
         text = self._held.lstrip()
+        self._space.append(self._held[: len(self._held) - len(text)])
+        self._held = text
         if self.opening.startswith(text) and text != self.opening:
             return False
         self._start = False
         if text.startswith(self.opening):
-            self._held = text[len(self.opening) :]
+            self._held, self._space = text[len(self.opening) :], []
             self._within = True
+        self._held = self._take_held()
         self._trim = self._within
         return True
 
@@ -105,12 +111,27 @@ class ReasoningParser:
         self._drop_space()
         text, tag, rest = self._held.partition(self.closing)
         if tag:
-            self._within, self._trim, self._held = False, True, rest
-            return text.rstrip()
-        kept = len(text) - _tag_start(text, self.closing)
-        shown = text[: len(text) - kept].rstrip()
-        self._held = text[len(shown) :]
-        return shown
+            shown = self._without_end(text)
+            self._within, self._trim, self._held, self._space = False, True, rest, []
+            return shown
+        cut = _tag_start(text, self.closing)
+        self._held = text[cut:]
+        return self._without_end(text[:cut])
+
+    def _without_end(self, text: str) -> str:
+        """Return `text` behind the space that was kept back, and keep back the space at its end."""
+        shown = text.rstrip()
+        before = "".join(self._space) if shown else ""
+        if shown:
+            self._space = []
+        self._space.append(text[len(shown) :])
+        return before + shown
+
+    def _take_held(self) -> str:
+        """Return all that is held."""
+        held = "".join([*self._space, self._held])
+        self._held, self._space = "", []
+        return held
 
     def _read_answer(self) -> str:
         self._drop_space()
@@ -163,26 +184,28 @@ class GptOssParser(ReasoningParser):
     closing = "<|end|>"
     head: ClassVar[re.Pattern[str]] = re.compile(
         r"(?:<\|start\|>assistant)?(?:\s*to=(?P<role>[^\s<]+))?\s*<\|channel\|>\s*(?P<channel>\w+)"
-        r"(?:\s*to=(?P<to>[^\s<]+))?\s*(?:<\|constrain\|>)?\s*\w*\s*<\|message\|>"
+        r"(?:\s*to=(?P<to>[^\s<]+))?(?:\s*<\|constrain\|>\s*\w*|\s+\w+)?\s*<\|message\|>"
     )
     longest_head: ClassVar[int] = 400
     begins: ClassVar[tuple[str, ...]] = ("<|start|>assistant", "<|channel|>")
     start: ClassVar[str] = "<|start|>"  # ends a message whose end was left out, too
     ends: ClassVar[tuple[str, ...]] = ("<|end|>", "<|return|>", "<|call|>", start)
+    any_end: ClassVar[re.Pattern[str]] = re.compile("|".join(map(re.escape, ends)))
     answer_head: ClassVar[str] = "<|start|>assistant<|channel|>final<|message|>"
     half_head: ClassVar[re.Pattern[str]] = re.compile(r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w*)?")
 
     def __init__(self, thinking: bool | None = None) -> None:
         super().__init__(thinking)
         self._state = _Harmony.BODY if self._within else _Harmony.HEAD
+        self._at = 0  # how much of what is held was read
         self._call = False  # whether the message is to somebody
         self._break = ""  # what joins the message to the one before it of its kind
         self._shown: set[bool] = set()  # whether anything was shown of the answer (False), of the thinking (True)
 
     def feed(self, text: str) -> Thought:
         """See `ReasoningParser.feed`."""
-        self._held += text
-        shown = {True: "", False: ""}  # by whether it is thinking
+        self._held, self._at = self._held + text, 0
+        shown: dict[bool, list[str]] = {True: [], False: []}  # by whether it is thinking
         more = True
         while more:
             within = self._within
@@ -191,9 +214,11 @@ class GptOssParser(ReasoningParser):
             elif self._state is _Harmony.BODY:
                 piece, more = self._read_body()
             else:
-                piece, more, self._held = self._held, False, ""
-            shown[within] += piece
-        return Thought(shown[True], shown[False])
+                self._held, self._at = self._held[self._at :], 0
+                piece, more = self._take_held(), False
+            shown[within].append(piece)
+        self._held = self._held[self._at :]
+        return Thought("".join(shown[True]), "".join(shown[False]))
 
     @classmethod
     def forced_end(cls) -> str:
@@ -202,16 +227,16 @@ class GptOssParser(ReasoningParser):
 
     def finish(self) -> Thought:
         """See `ReasoningParser.finish`; half a head between messages is nobody's."""
-        if self._state is _Harmony.HEAD and (self._shown or self.half_head.fullmatch(self._held)):
-            self._held = ""
-        rest, self._held = self._joined(self._held), ""
+        rest = self._take_held()
+        if self._state is _Harmony.HEAD and (self._shown or self.half_head.fullmatch(rest)):
+            rest = ""
+        rest = self._joined(rest)
         return Thought(rest.rstrip()) if self._within else Thought(content=rest)
 
     def _read_head(self) -> tuple[str, bool]:
         """Read the head of a message; returns what of it is shown, and whether there may be more to read."""
-        text = self._held.lstrip()
-        if not text:
-            return "", False
+        self._space.append(self._skip_space())
+        text = self._held[self._at : self._at + self.longest_head]
         found = self.head.match(text)
         if found is None:
             may_be = any(text.startswith(begin) or begin.startswith(text) for begin in self.begins)
@@ -219,7 +244,8 @@ class GptOssParser(ReasoningParser):
                 return "", False
             self._state = _Harmony.PLAIN
             return "", True
-        self._held, self._state = text[found.end() :], _Harmony.BODY
+        self._at += found.end()
+        self._state, self._space = _Harmony.BODY, []
         receiver = found["role"] or found["to"]
         self._call = receiver is not None
         self._within = not self._call and found["channel"] == "analysis"
@@ -229,19 +255,26 @@ class GptOssParser(ReasoningParser):
 
     def _read_body(self) -> tuple[str, bool]:
         """Read a message up to its end; keeps back the space before it, and what may be the beginning of it."""
-        self._drop_space()
-        ends = [(place, end) for end in self.ends if (place := self._held.find(end)) >= 0]
-        if not ends:
-            text = self._held[: min(_tag_start(self._held, end) for end in self.ends)]
-            text = text.rstrip() if self._within else text
-            self._held = self._held[len(text) :]
+        if self._trim:
+            self._skip_space()
+            self._trim = self._at == len(self._held)
+        found = self.any_end.search(self._held, self._at)
+        end = found.start() if found else min(_tag_start(self._held, end, self._at) for end in self.ends)
+        text = self._held[self._at : end]
+        text = self._without_end(text) if self._within else text
+        self._at = end
+        if found is None:
             return self._joined(text), False
-        place, end = min(ends)
-        text, rest = self._held[:place], self._held[place:]
-        self._held = rest if end == self.start else rest.removeprefix(end)
-        text = self._joined(text.rstrip() if self._within else text + "<|call|>" * self._call)
-        self._state, self._within = _Harmony.HEAD, False
+        self._at = end if found[0] == self.start else found.end()
+        text = self._joined(text + "<|call|>" * self._call)
+        self._state, self._within, self._space = _Harmony.HEAD, False, []
         return text, True
+
+    def _skip_space(self) -> str:
+        """Read the space that comes next and return it."""
+        start, found = self._at, _NO_SPACE.search(self._held, self._at)
+        self._at = found.start() if found else len(self._held)
+        return self._held[start : self._at]
 
     def _joined(self, text: str) -> str:
         if not text:
@@ -251,9 +284,9 @@ class GptOssParser(ReasoningParser):
         return joined
 
 
-def _tag_start(text: str, tag: str) -> int:
-    """Where the longest end of `text` starts that is the beginning of `tag`."""
-    for start in range(max(0, len(text) - len(tag) + 1), len(text)):
+def _tag_start(text: str, tag: str, after: int = 0) -> int:
+    """Where the longest end of `text[after:]` starts that is the beginning of `tag`."""
+    for start in range(max(after, len(text) - len(tag) + 1), len(text)):
         if tag.startswith(text[start:]):
             return start
     return len(text)

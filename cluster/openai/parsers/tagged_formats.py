@@ -142,14 +142,14 @@ def text_until(reader: Reader, word: str) -> Generator[None, None, str]:
 
     Raises `MalformedCallError` where the text ends before it.
     """
-    start = len(reader.held())
+    mark = reader.mark()
     while (yield from reader.peek()):
         reader.skip_until(lambda text, at: found if (found := text.find(word[0], at)) >= 0 else len(text))
         try:
             yield from reader.literal(word)
         except MalformedCallError:
             continue
-        return reader.held()[start : -len(word)]
+        return reader.since(mark)[: -len(word)]
     raise MalformedCallError
 
 

@@ -332,7 +332,7 @@ def read_list(reader: Reader, parser: ToolParser, *, forced: bool = False) -> St
 
 def read_word(reader: Reader) -> Generator[None, None, str]:
     """Return the name of a function, or another word, that comes next; "" where there is none."""
-    start = len(reader.held())
+    mark = reader.mark()
     while _IN_NAME.fullmatch((yield from reader.peek())):
         reader.advance()
-    return reader.held()[start:]
+    return reader.since(mark)

@@ -283,15 +283,15 @@ class CallObject:
         self._whole = True
 
     def _string(self) -> Generator[None, None, str]:
-        start = len(self._reader.held())
+        mark = self._reader.mark()
         yield from read_string(self._reader)
-        text: str = json.loads(self._reader.held()[start:])
+        text: str = json.loads(self._reader.since(mark))
         return text
 
     def _value(self) -> Generator[None, None, str]:
-        start = len(self._reader.held())
+        mark = self._reader.mark()
         yield from read_value(self._reader, depth=1)
-        return self._reader.held()[start:]
+        return self._reader.since(mark)
 
 
 def read_arguments(reader: Reader) -> Step:

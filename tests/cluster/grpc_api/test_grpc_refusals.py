@@ -63,7 +63,7 @@ WRONG = {
     "no ids": (pb.GenerateRequest(model=MODEL, prompt_token_ids=IDS()), INVALID, "prompt"),
     "id too large": (pb.GenerateRequest(model=MODEL, prompt_token_ids=IDS(ids=[2**32 - 1])), INVALID, "prompt"),
     "prompt too long": (ask("word " * 2000), INVALID, "prompt"),
-    "n": (ask(n=17), INVALID, "n"),
+    "n": (ask(n=129), INVALID, "n"),
     "n of none": (ask(n=0), INVALID, "n"),
     "n of 2**63": (ask(n=2**63 - 1), INVALID, "n"),
     "temperature": (ask(temperature=-0.1), INVALID, "temperature"),

@@ -15,7 +15,7 @@ from tests.openai_app import MODEL, app_for, client_for, saying, served_model
 INF = math.inf
 # name -> (least, most, whole numbers only); None = no bound that a small number could meet
 BOUNDS = {
-    "n": (1, 16, True),
+    "n": (1, 128, True),
     "temperature": (0, 100, False),
     "top_p": (5e-324, 1, False),
     "top_k": (-1, 2**31 - 1, True),

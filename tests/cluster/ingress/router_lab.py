@@ -73,6 +73,11 @@ class LabRouter:
         self._server = ExchangeServer(self._answer)
         self.known = KnownRouter(self.name, await self._server.address("127.0.0.1"))
 
+    def leave(self) -> None:
+        """Tell gateways that it is to stop, and let go of what another one can go on with."""
+        self._server.leave()
+        self.letting_go.let_go()
+
     async def kill(self) -> None:
         """End it as a signal would: what it had on its way is gone."""
         self.dead.set()
@@ -176,7 +181,7 @@ class RouterLab:
         self.replicas = [self._replica(name) for name in self._names]
         for _ in range(self._wanted):
             await self.add()
-        guard = self._watched(RouterLossGuard(self._proxy))
+        guard = self._watched(RouterLossGuard(self._proxy, gateway=self._pool is not None))
         self.url = await self._stack.enter_async_context(serving(guard))
         if self._pool is not None:
             self.grpc_port = await self._start_grpc(guard, self._pool)

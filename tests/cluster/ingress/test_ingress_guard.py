@@ -13,7 +13,7 @@ import pytest
 import uvicorn.config
 from ray.exceptions import ActorDiedError, TaskCancelledError
 
-from cluster.answer_log import ANSWER_LOG, KEPT, LISTENS, ROUTER_WAIT, SILENCE, AnswerFacts
+from cluster.answer_log import ANSWER_LOG, CONTINUES, KEPT, LISTENS, ROUTER_WAIT, SILENCE, AnswerFacts
 from cluster.client_id import SERVERS_NAME
 from cluster.ingress.bounded_http import BoundedHttp
 from cluster.ingress.guard import CALLBACK, LEARNING, MARK, TELLS_TAKEN, RouterLossGuard, proxy_middlewares
@@ -72,6 +72,33 @@ async def test_a_stream_that_stops_gets_the_error_as_its_last_event() -> None:
     error = json.loads(last["body"].removeprefix(b"data: "))["error"]
     assert (error["code"], error["retryable"], error["request_id"]) == ("router_lost", True, "mine")
     assert last["body"].endswith(b"\n\n")
+
+
+@pytest.mark.parametrize("cut", [1, len(FRAME) // 2, len(FRAME) - 1])
+async def test_nothing_is_written_into_the_middle_of_an_event(monkeypatch, cut) -> None:
+    """Events above 1 MiB come in pieces: what tells of a loss or a wait stands between two events."""
+    monkeypatch.setattr("cluster.ingress.exchange.QUIET", 0.0)
+    monkeypatch.setattr("cluster.ingress.attempt.TICK", 0.01)
+    monkeypatch.setattr("cluster.ingress.attempt.LEASE", 10**6)
+    sent: list[dict] = []
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    async def app(scope, receive, tell) -> None:
+        await tell({**start(), KEPT: b"note", ROUTER_WAIT: 5.0})
+        if CONTINUES not in scope:
+            await tell(part(FRAME + FRAME[:cut]))
+            return
+        await asyncio.sleep(0.05)  # it joins a stream whose client waits in the middle of an event
+        await tell(part(FRAME + FRAME))
+        await asyncio.sleep(0.05)
+        await tell(part(b"", more=False))
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    await RouterLossGuard(app)(scope, asyncio.Event().wait, send)
+    assert b"".join(one.get("body", b"") for one in sent) == FRAME * 2
+    assert await ask(proxy(start(), part(FRAME + FRAME[:cut]))) == [start(), part(FRAME + FRAME[:cut])]
 
 
 @pytest.mark.parametrize("died", [(), (RuntimeError("the proxy itself"),)], ids=["ended", "raised"])

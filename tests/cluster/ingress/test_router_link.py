@@ -11,8 +11,10 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.answer_log import KEPT, NOTE
+from cluster.ingress.guard import RouterLossGuard
 from cluster.ingress.router_link import PIECE, ExchangeServer, RouterConnection
 from cluster.ingress.router_pool import KnownRouter, RouterPool
+from cluster.ingress.router_side import IngressCheck
 from cluster.wire.frames import FrameServer, FrameStream, open_stream
 from cluster.wire.link import LinkAddress, LinkClosedError, LinkLimits
 from tests.cluster.cluster_lab import until
@@ -65,6 +67,39 @@ async def test_all_who_wait_for_room_go_on_when_there_is_some_and_when_there_nev
             stream.close()
     finally:
         await server.close()
+
+
+async def test_a_router_that_only_takes_connections_is_not_held_for_longer_than_the_lease(monkeypatch) -> None:
+    monkeypatch.setattr("cluster.ingress.router_pool.TICK", 0.02)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await nothing_more()
+
+    monkeypatch.setattr(ExchangeServer, "_beat", lambda self, number, stream, gateway: stream.over.wait())
+    async with router(app) as address, asyncio.timeout(10):
+        known = KnownRouter("silent", address)
+        await RouterPool("gateway", 1.0).hold(known)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+async def test_a_router_that_works_for_longer_than_a_lease_is_not_left(monkeypatch, keeps) -> None:
+    """What cannot be asked twice, as an upload, says now and then that its router lives, too."""
+    for name in ("attempt.TICK", "router_side.BEAT", "router_side.NOTE_AFTER"):
+        monkeypatch.setattr(f"cluster.ingress.{name}", 0.02)
+    sent: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.sleep(0.5)
+        await send(START)
+        await send({"type": "http.response.body", "body": b"done"})
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async with router(IngressCheck(app)) as address:
+        guard = RouterLossGuard(KnownRouter("slow", address), gateway=True)
+        await guard(scope_of("/v1/completions" if keeps else "/v1/files"), nothing_more, send)
+    assert [one.get("status", one.get("body")) for one in sent] == [200, b"done"]
 
 
 async def test_a_connection_that_is_full_holds_up_no_word_of_other_exchanges() -> None:

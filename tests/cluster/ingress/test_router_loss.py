@@ -18,6 +18,7 @@ from cluster.ingress.router_side import IngressCheck
 from cluster.openai.choices import Choice, Delta
 from cluster.openai.generation import REPLAYED_AT_ONCE
 from cluster.token_source import TokenChunk
+from tests.cluster.cluster_lab import until
 from tests.cluster.ingress.router_lab import LabRouter, RouterLab
 from tests.fake_source import FakeSource
 from tests.openai_app import MODEL, app_for, served_model
@@ -245,6 +246,58 @@ async def test_a_stopped_router_is_left_and_nothing_that_it_says_later_is_believ
         assert stopped
         stopped[0].runs.set()
         assert await said(lab, path, asked) == undisturbed
+
+
+@pytest.fixture
+def quick_lease(monkeypatch) -> None:
+    """All of silence in a tenth of the time."""
+    for module in ("attempt", "router_pool"):
+        monkeypatch.setattr(f"cluster.ingress.{module}.TICK", 0.1)
+    monkeypatch.setattr("cluster.ingress.router_side.BEAT", 0.1)
+    monkeypatch.setattr("cluster.ingress.router_side.NOTE_AFTER", 0.025)
+    monkeypatch.setattr("cluster.ingress.router_link.BEAT", 0.1)
+
+
+@pytest.mark.usefixtures("quick_lease")
+@pytest.mark.parametrize("path", ["/v1/batches", "/v1/files", "/drain"])
+async def test_whoever_asks_a_silent_router_first_waits_for_a_lease(tmp_path, path):
+    """Its connections stand and it says nothing, from before the gateway's first exchange on."""
+    async with RouterLab(tmp_path, gateway=True) as lab:
+        for router in lab.routers:
+            router.runs.clear()
+        async with asyncio.timeout(10):
+            answer = await lab.client.post(path, json=COMPLETION)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "router_lost")
+
+
+@pytest.mark.usefixtures("quick_lease")
+async def test_serves_proxy_leaves_a_silent_router_as_soon_as_it_knows_that_routers_speak(tmp_path):
+    async with RouterLab(tmp_path) as lab:
+        silent = lab.routers[0]
+        silent.runs.clear()
+        waiting = asyncio.create_task(lab.client.post("/v1/batches", json={}, timeout=60))
+        await until(lambda: silent.asked)
+        assert (await lab.client.get("/v1/models")).status_code == 200
+        async with asyncio.timeout(10):
+            answer = await waiting
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "router_lost")
+
+
+@pytest.mark.usefixtures("quick_lease")
+async def test_a_router_that_was_left_is_not_asked_again_at_once(tmp_path):
+    """It has the lowest load of all, and its other connection still says that it lives."""
+    path, asked = ASKED["greedy"]
+    async with RouterLab(tmp_path, pace=0.01, gateway=True) as lab:
+        silent, other = lab.routers
+        undisturbed = await said(lab, path, asked)
+        silent.runs.clear()
+        before = silent.asked
+        found = await asyncio.gather(*(said(lab, path, asked) for _ in range(4)))
+        found += await asyncio.gather(*(said(lab, path, asked) for _ in range(3)))
+        assert found == [undisturbed] * 7
+        assert silent.asked - before <= 4
+        assert other.asked >= 7
+        silent.runs.set()
 
 
 @CARRIERS

@@ -164,10 +164,27 @@ def test_a_good_start_ends_the_count(later: int) -> None:
     store = Store()
     store.fail("a")
     store.fail("b")
-    store.start("c").ready()
+    good = store.start("c")
+    good.hold_back()
+    good.ready()
     store.alive.clear()
     store.now += later
     assert failures_in_a_row(store.of_version(), store.alive, store.now)[0] == 0
+
+
+@pytest.mark.parametrize("ahead", [-3600, 3600])
+def test_starts_count_in_their_order_whatever_the_clocks_of_their_nodes(ahead: int) -> None:
+    store = Store()
+    for at, act in ((ahead, "good"), (0, "fails"), (0, "fails"), (-ahead, "fails")):
+        store.now += at
+        if act == "fails":
+            store.fail(f"r{len(store.records)}")
+        else:
+            good = store.start("good")
+            good.hold_back()
+            good.ready()
+        store.now -= at
+    assert failures_in_a_row(store.of_version(), store.alive, store.now)[0] == 3
 
 
 def test_one_that_dies_as_soon_as_it_is_ready_has_failed_and_a_kill_later_on_has_not() -> None:

@@ -84,6 +84,16 @@ async def test_blanks_in_a_body_take_no_room(model):
         assert {(await client.get(f"/v1/responses/{name}")).status_code for name in names} == {200}
 
 
+@pytest.mark.parametrize("follows", [False, True])
+async def test_what_is_kept_of_a_body_says_what_was_asked(model, follows):
+    async with client_for(app_for(saying(model, "hello"), model)) as client:
+        first = (await client.post("/v1/responses", json=asked(background=False, store=True))).json()
+        more = {"previous_response_id": first["id"]} if follows else {}
+        body = json.dumps(asked(store=True, temperature=float("nan")) | more)
+        answer = await client.post("/v1/responses", content=body, headers={"content-type": "application/json"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "temperature"), answer.text
+
+
 async def test_where_running_ones_fill_it_new_ones_are_refused_for_now(model):
     source = saying(model, "hello world", hold=3)
     async with client_for(app_for(source, model)) as client:

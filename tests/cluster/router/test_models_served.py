@@ -201,7 +201,7 @@ async def test_figures_are_labelled_by_the_model_that_was_asked(models):
     async with client_for(both.app()) as client:
         for _ in range(2):
             await client.post("/v1/completions", json={"model": "first", "prompt": "x"})
-        await client.post("/v1/completions", json={"model": "beta", "prompt": "x", "n": 99})
+        await client.post("/v1/completions", json={"model": "beta", "prompt": "x", "n": 999})
         await client.post("/v1/completions", json={"model": "gamma", "prompt": "x"})
         text = (await client.get("/metrics")).text
     figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))

@@ -164,7 +164,7 @@ def test_a_router_shows_what_vllms_own_test_looks_for() -> None:
     assert {f"vllm:{name}" for name in VLLMS_OWN} <= {family.name for family in shown(vllm=True)}
 
 
-VLLM_METRICS = Path(__file__).parent / "vllm_metrics.txt"  # all names in the sources of vLLM 0.32
+VLLM_METRICS = Path(__file__).parent / "vllm_metrics.txt"  # all names in the sources of vLLM 0.33
 PEER = "SQUADRON_VLLM_PACKAGE"  # environment variable: the folder of an installed vLLM
 
 

@@ -26,7 +26,7 @@ from cluster.wire.translation import block_key, load_of, submit_message, submitt
 from engine.errors import InvalidRequestError
 from engine.report import EngineStats
 from engine.request import Request
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import MAX_N, SamplingParams
 
 LOAD = Load(1, 2, 3, 4, 1, 2, 7, 8, 9, 10, 11, 0.5)
 COSTS = ReplicaCosts(
@@ -122,7 +122,7 @@ def test_bad_params_harm_only_their_request(params):
         msgspec.msgpack.encode((3, "x")),
         msgspec.msgpack.encode((3, 1, 2)),
         msgspec.msgpack.encode((1, "r" * 257)),
-        msgspec.msgpack.encode((4, 0, 16)),
+        msgspec.msgpack.encode((4, 0, MAX_N)),
         encode(submit_message(Request("r", (1,), SamplingParams(), tenant="t" * 257), 0)),
         encode(submit_message(Request("r", (1,), SamplingParams()), 0))[:-1],
         encode(Draining()),

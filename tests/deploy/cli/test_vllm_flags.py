@@ -19,11 +19,12 @@ from cluster.config import ClusterConfig, parse_config
 from deploy import main as cli
 from deploy.cli.flags import SEVERAL_KEYS, in_flags
 from deploy.cli.settings_file import load_settings, merge_settings
-from deploy.cli.vllm_advice import ADVICE, SHORT
 from deploy.cli.vllm_commands import VARIABLES
+from deploy.cli.vllm_flags import advice_on, our_spelling
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.near_name import near_name
+from engine.vllm_advice import ADVICE, SHORT
 from tests.deploy.cli.vllm_list import PYTHON, installed_list, stored_list
 
 FLAGS = [names for group in stored_list()["groups"].values() for names in group if "--help" not in names]
@@ -68,11 +69,28 @@ def served(monkeypatch) -> list[ClusterConfig]:
 
 def test_every_flag_of_vllm_is_ours_or_has_advice():
     assert len(FLAGS) > 200
-    spellings = [name for names in FLAGS for name in names if not name.startswith("--no-")]
-    unknown = [name for name in spellings if name not in OURS and SHORT.get(name, name) not in ADVICE]
+    unknown = [
+        name
+        for name in (name for names in FLAGS for name in names)
+        if not {*our_spelling([name], OURS)} <= OURS and advice_on(name, [name]) is None
+    ]
     assert not unknown
     both = sorted(OURS & {*ADVICE, *SHORT})
     assert not both, "advice that nobody can ever read"
+
+
+def test_an_opposite_is_taken_in_vllms_spelling(run, served, tmp_path):
+    given = ["--disable-prefix-caching", "--disable-expert-parallel", "--disable-lora", "--enable-cascade-attn"]
+    code, output = run("serve", "demo", *given)
+    assert (code, "No such option: --enable-cascade-attn. There is no cascade attention" in output) == (2, True)
+    assert run("serve", "demo", *given[:-1], "--disable-log-requests")[0] == 0
+    path = tmp_path / "vllm.yaml"
+    path.write_text("model: demo\ndisable-prefix-caching: true\ndisable_lora: true\ndisable-log-requests: true\n")
+    assert run("serve", "--config", str(path))[0] == 0
+    assert [one.enable_prefix_caching for one in served] == [False, False]
+    path.write_text("model: demo\ndisable-chunked-prefill: true\n")
+    with pytest.raises(ConfigError, match=r"there is no setting disable_chunked_prefill: It is always on"):
+        load_settings(path)
 
 
 def test_the_list_is_that_of_the_vllm_that_is_installed():

@@ -18,7 +18,7 @@ ASK = """
 import json, sys
 sys.argv = ["vllm"]
 from vllm import __version__
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.common.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = make_arg_parser(FlexibleArgumentParser())
 groups = {}

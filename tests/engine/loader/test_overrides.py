@@ -2,15 +2,18 @@
 
 import pytest
 
-from engine.errors import CheckpointError
+from engine.config import EngineConfig
+from engine.errors import CheckpointError, ConfigError
 from engine.layers.rope import RopeSpec
 from engine.loader.overrides import overridden
-from engine.models.config import HFConfig
+from engine.models.config import HFConfig, ModelConfig
 from engine.models.rope_config import read_rope
+from engine.resolve import resolve
 
 NEW = {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
 OLD = {"max_position_embeddings": 64, "rope_theta": 5e5, "rope_scaling": None}
 YARN = {"rope_type": "yarn", "factor": 4.0}
+SIZES = {"architectures": ["LlamaForCausalLM"], "vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1}
 
 
 def rope(values) -> RopeSpec:
@@ -65,3 +68,28 @@ def test_nothing_else_is_changed():
     assert overridden(file, {"vocab_size": 10}) == {**file, "vocab_size": 10}
     assert overridden(file, {}) == file
     assert overridden({"text_config": {"a": 1}}, {"text_config": "b"}) == {"text_config": "b"}
+
+
+@pytest.mark.parametrize("file", [OLD, NEW], ids=["transformers 4", "transformers 5"])
+@pytest.mark.parametrize(
+    ("values", "limit"),
+    [
+        ({"rope_scaling": {**YARN, "original_max_position_embeddings": 32}}, 128),  # Qwen3: 40,960, from 32,768
+        ({"rope_scaling": YARN}, 256),
+        ({"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 16}}, 64),  # its factor is the rest
+        ({"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}}, 256),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 64),
+    ],
+)
+def test_yarn_serves_as_many_tokens_as_its_factor_says(file, values, limit):
+    model = ModelConfig.of(overridden(SIZES | file, values))
+    assert resolve(EngineConfig("folder", device="cpu"), model).context_len == limit
+    assert resolve(EngineConfig("folder", device="cpu", max_model_len=limit), model).context_len == limit
+    with pytest.raises(ConfigError, match=f"beyond the model's {limit} positions"):
+        resolve(EngineConfig("folder", device="cpu", max_model_len=limit + 1), model)
+
+
+@pytest.mark.parametrize("factor", [0, "4", 1e30, 1e-9])
+def test_a_factor_that_makes_no_length_is_refused_by_name(factor):
+    with pytest.raises(CheckpointError, match=r"config.json: rope_scaling: factor"):
+        ModelConfig.of({**SIZES, **OLD, "rope_scaling": {**YARN, "factor": factor}})

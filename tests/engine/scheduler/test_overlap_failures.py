@@ -8,7 +8,7 @@ import pytest
 
 from engine.errors import EngineDeadError, StepMemoryError
 from engine.request import FinishReason
-from tests.engine.engine_driver import VOCAB, Driver, expected, request
+from tests.engine.engine_driver import EOS, VOCAB, Driver, expected, request
 from tests.engine.late_executor import LateExecutor
 from tests.engine.scheduler.test_overlap import overlapping
 from tests.engine.test_core import ANYTHING, AllButTheEnd, NoEnd, end_token
@@ -139,6 +139,15 @@ def test_a_grammar_that_fails_on_a_token_in_flight_ends_its_own_request(stage, m
     assert driver.reason("bad") is FinishReason.ERROR
     assert len(driver.tokens["bad", 0]) == (4 if stage == "accept" else 3)
     assert driver.core.stats().steps_held == 0
+
+
+def test_a_row_without_a_token_tells_its_grammar_of_none(monkeypatch):
+    """The mask of the step after is made from what it drew, which was nothing."""
+    monkeypatch.setattr(NoEnd, "accept", lambda state, token: False)
+    driver = overlapping()
+    driver.core.add(request("a", 4, max_tokens=12, structured=ANYTHING, allowed_token_ids=(EOS,)), AllButTheEnd())
+    driver.drain()
+    assert driver.finished["a", 0].code == "no_token_left"
 
 
 def test_an_executor_that_fails_while_a_mask_waits_for_its_step_ends_the_engine():

@@ -19,8 +19,9 @@ from engine.report import NO_DRAWS
 from engine.sampling_params import SamplingParams
 from engine.worker.local_executor import SoloExecutor, WorkerGroupExecutor
 from engine.worker.runner import ModelRunner
-from parallel.errors import ChannelError
+from parallel.errors import ChannelError, ChannelTimeout
 from parallel.group import SoloGroup
+from parallel.message_ring import SharedMemoryRing
 from tests.cuda_shapes import FakeStream, cuda_in_shapes, why_no_shapes
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kv_blocks": 20, "max_model_len": 128}
@@ -43,7 +44,7 @@ def test_a_gang_ends_its_workers_then_its_graphs_and_only_then_its_group():
 def gang():
     """One whose GPU never gets to the end of a step."""
     parts = mock.Mock()
-    parts.runner.config = EngineConfig("model", **SIZES)
+    parts.runner.config = EngineConfig("model", **SIZES, step_timeout=0.2)
     parts.runner.block_table = RankTable.of(parts.runner.config)
     parts.runner.launch.return_value.has_run = False
     parts.workers.check.side_effect = [None, ChannelError("rank 1 was killed"), ChannelError("rank 1 was killed")]
@@ -63,6 +64,23 @@ def test_a_gpu_that_waits_for_a_rank_that_is_gone_is_not_waited_for(gang):
         pending.result()
     parts.runner.launch.return_value.result.assert_not_called()
     assert parts.group.close.called
+
+
+@pytest.mark.timeout(20)
+def test_a_step_that_a_rank_hangs_in_ends_by_its_deadline_and_names_it(gang):
+    """Without a collective that this rank would wait in: its GPU alone waits for the other."""
+    executor, parts = gang
+    parts.workers.check.side_effect = None
+    executor._channel = ring = SharedMemoryRing.create(readers=2)
+    idle, hung = (SharedMemoryRing.attach(ring.name, reader) for reader in range(2))
+    pending = executor.launch(dummy_step(4, 1, 16, 4), dummy_sampling(1))
+    idle.receive()
+    hung.receive()
+    with pytest.raises(ChannelTimeout):
+        idle.receive(timeout=0.0)
+    with pytest.raises(EngineDeadError, match="rank 2 did not come back from it; step_timeout is 0"):
+        pending.result()
+    assert parts.workers.kill.called
 
 
 @pytest.mark.timeout(20)

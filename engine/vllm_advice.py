@@ -1,4 +1,4 @@
-"""What to do here for flags of `vllm serve` that are none of ours, grouped as vLLM groups them.
+"""What to do here for flags of `vllm serve`, and arguments of its `LLM`, that are none of ours, grouped as there.
 
 Source: https://docs.vllm.ai/en/latest/cli/serve; tests/deploy/cli/vllm_flags.json lists them all. Each text is one
 sentence, and what it names is there.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,12 @@ class Advice:
     on: bool = False
     off: bool = False
     needs: str | None = None
+
+    def allows(self, value: Any) -> bool:
+        """Whether a value, as a file or Python has it, asks for what is so here anyway."""
+        if isinstance(value, bool):
+            return self.on if value else self.off
+        return str(value) in self.holds
 
 
 NEVER_RUN = "A checkpoint's code is never run: docs/reference/support.md lists the supported models"
@@ -80,6 +87,7 @@ MODEL = {
     "--hf-token": Advice("Set HF_TOKEN, or log in with `hf auth login`"),
     "--model-class-overrides": Advice(NO_CLASSES),
     "--pooler-config": Advice("Use --embedding-pooling last or mean"),
+    "--sleep-mode-backend": Advice("Memory is given back by torch: leave it out", holds=("cumem",)),
     "--sleep-mode-offload-cudagraph": Advice("Graphs are dropped for sleep and captured again: leave it out"),
     "--sleep-preserve-parameter-names": Advice("`LLM.sleep` keeps all parameters by name: leave it out"),
     "--enable-cumem-allocator": Advice("Memory is allocated by torch: leave it out", off=True),
@@ -231,7 +239,6 @@ LOGGING = {
     "--logging-config": Advice("Use --log-format json, and --verbose for Ray's own logs"),
     "--log-level": Advice("Use --verbose for Ray's own logs"),
     "--log-config-file": Advice("Use --log-format json, and --verbose for Ray's own logs"),
-    "--disable-log-requests": Advice("Requests are not logged without --enable-log-requests", on=True),
     "--disable-log-stats": Advice("Statistics are not logged: /metrics has them", on=True),
     "--aggregate-engine-logging": Advice("Statistics are not logged: /metrics sums up all replicas"),
     "--enable-logging-iteration-details": Advice("Steps are not logged: /metrics counts them", off=True),
@@ -279,6 +286,7 @@ COMPILATION = {
     "--linear-backend": Advice(CHOSEN, holds=("auto",)),
     "--sparse-indexer-topk-backend": Advice(CHOSEN, holds=("auto",)),
     "--kernel-config": Advice(CHOSEN),
+    "--monokernel": Advice(CHOSEN, off=True),
 }
 VLLM = {
     "--speculative-config": Advice("There is no speculative decoding"),
@@ -295,6 +303,7 @@ VLLM = {
     "--aux-output-config": Advice("A request asks for logprobs or token ids: leave it out"),
     "--weight-transfer-config": Advice("Give the new weights as a folder and update the app: it rolls"),
     "--shutdown-timeout": Advice("Use --drain-timeout"),
+    "--watchdog-config": Advice("--step-timeout ends a replica whose rank hangs; `py-spy dump` shows where one is"),
 }
 FRONTEND = {
     "--headless": Advice(BY_RAY),
@@ -304,6 +313,7 @@ FRONTEND = {
     "--trust-request-chat-template": Advice("Templates of requests are refused: use --chat-template", off=True),
     "--trust-request-mm-kwargs": Advice(TEXT_ONLY, off=True),
     "--default-chat-template-kwargs": Advice("A request sets enable_thinking in chat_template_kwargs"),
+    "--reasoning-effort-map": Advice("A chat template gets reasoning_effort as the request has it: --chat-template"),
     "--response-role": Advice("Answers are always of the role assistant", holds=("assistant",)),
     "--return-tokens-as-token-ids": Advice("A request asks for it with the field of that name", off=True),
     "--enable-auto-tool-choice": Advice("--tool-call-parser is enough", on=True, needs="--tool-call-parser"),
@@ -420,6 +430,14 @@ ADVICE: Mapping[str, Advice] = (
     | FRONTEND
     | EARLIER
 )
+# Where an `LLM` differs from a server.
+OFFLINE: Mapping[str, Advice] = {
+    **ADVICE,
+    "--distributed-executor-backend": Advice(
+        "Ranks are processes of this machine: leave it out", holds=("mp", "uni")
+    ),
+    "--data-parallel-size": Advice("`squadron batch` spreads prompts over --replicas", holds=("1",)),
+}
 # Short spellings of those.
 SHORT = {
     "-pp": "--pipeline-parallel-size",
