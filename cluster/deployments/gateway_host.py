@@ -16,6 +16,7 @@ from cluster.ingress.gateway import GatewayApp
 from cluster.ingress.guard import RouterLossGuard
 from cluster.ingress.router_directory import RouterDirectory
 from cluster.ingress.router_pool import RouterPool
+from cluster.lifecycle.node_drains import own_node
 from cluster.replica.orphans import watch_raylet
 from cluster.telemetry.logs import log_to_serve
 from engine.device.machine import settle_heap
@@ -49,7 +50,7 @@ class GatewayHost:
         """
         config = self.config
         pool = RouterPool(self._gateway_id, config.router_wait)
-        self._directory = RouterDirectory(self._gateway_id, self._routers, pool)
+        self._directory = RouterDirectory(self._gateway_id, own_node(), self._routers, pool)
         guard = RouterLossGuard(pool, gateway=True)
         app = GatewayApp(pool, guard)
         settle_heap()

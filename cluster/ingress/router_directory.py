@@ -8,7 +8,6 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-import ray
 from ray.serve.handle import DeploymentHandle
 
 from cluster.ingress.router_pool import KnownRouter, RouterPool
@@ -28,11 +27,11 @@ class RouterAnnouncement:
 
 
 class RouterDirectory:
-    """Keeps all routers that serve in the pool of a gateway. Made on its event loop."""
+    """Keeps all routers that serve in the pool of a gateway. Made on its event loop. node: of the gateway."""
 
-    def __init__(self, gateway_id: str, routers: DeploymentHandle[Any], pool: RouterPool) -> None:
+    def __init__(self, gateway_id: str, node: str, routers: DeploymentHandle[Any], pool: RouterPool) -> None:
         self._gateway_id = gateway_id
-        self._node = ray.get_runtime_context().get_node_id()
+        self._node = node
         self._lease_call = routers.options(stream=True).lease
         self._pool = pool
         self._watch = ReplicaWatch(asyncio.get_running_loop(), self._members_changed)

@@ -12,12 +12,15 @@ from cluster.simulator.lives import RouterLife, token_at
 
 PROMPT_BASE = 10  # smallest token id of a prompt
 # Ends that are no errors. GONE: with the process that held the client's connection.
-WHOLE, LEFT, GONE = "whole", "left", "gone"
+WHOLE, LEFT, GONE, DELETED = "whole", "left", "gone", "deleted"
 
 
 @dataclass(eq=False)
 class Answer:
-    """What a client got. ends: `WHOLE`, `LEFT`, `GONE` or the code of an error; exactly one when all is over."""
+    """What a client got. ends: `WHOLE`, `LEFT`, `GONE` or the code of an error; exactly one when all is over.
+
+    kept_as: name of one that the server keeps, and text: its. deleted: its client had it deleted.
+    """
 
     asked: Arrive
     name: str
@@ -29,6 +32,9 @@ class Answer:
     body: bytes = b""
     task: asyncio.Task[None] | None = None
     router: RouterLife | None = None
+    kept_as: str = ""
+    deleted: bool = False
+    text: str = ""
 
 
 @dataclass(eq=False)
@@ -47,9 +53,14 @@ class Scene:
 
     def prompt_tokens(self, asked: Arrive) -> int:
         """Return how many tokens the prompt of a client has."""
-        if not asked.chat or self.fleet.model is None:
+        if not (asked.chat or asked.kept) or self.fleet.model is None:
             return asked.prompt
         return len(self.fleet.model.tokenizer.encode_chat(messages_of(asked)))
+
+    def texts(self, asked: Arrive) -> list[str]:
+        """Return what the text of a kept answer may be."""
+        model = self.fleet.model
+        return [] if model is None else [model.tokenizer.decode(one[0]) for one in self.expected(asked)]
 
     def expected(self, asked: Arrive) -> list[dict[int, list[int]]]:
         """Return what an answer may be, by choice: by model version, and by seed where its client gave none."""

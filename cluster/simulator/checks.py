@@ -9,11 +9,14 @@ from itertools import chain
 
 from cluster.admission.keys import OPEN, Tenant
 from cluster.admission.quotas import MINUTE
-from cluster.simulator.answers import GONE, LEFT, WHOLE, Answer, Scene
+from cluster.router.answer_copies import NUM_COPIES
+from cluster.simulator.answers import DELETED, GONE, LEFT, WHOLE, Answer, Scene
+from cluster.simulator.clients import LOOK
 from cluster.simulator.fleet import ABSENT, EVER, SPEECH
-from cluster.simulator.history import FREE, LIMITED, Arrive, Leap, Slow
+from cluster.simulator.history import FREE, LIMITED, Arrive, Leap, SetClock, Slow
 from cluster.simulator.lives import ReplicaLife, RouterLife
 from cluster.simulator.network import LATENCY
+from cluster.sleep_orders import ASLEEP
 from engine.errors import IntegrityError
 from engine.scheduler.scheduler import DEADLINE_EXCEEDED
 
@@ -21,6 +24,10 @@ AT_ONCE = 0.3  # seconds after which what can run does
 RECOVERY = 6.0  # seconds after a fault in which its traces may last: a silence is noticed, links are made again
 UNAVAILABLE = frozenset({"no_replica", "replica_lost", "router_lost", "no_router", "overloaded"})
 TENANTS = OPEN, Tenant(FREE), Tenant(LIMITED)
+TAKES_NO_FILES = "batches_not_enabled"
+OVER_QUOTA = "rate_limit_exceeded", "prompt_exceeds_quota"
+CODES_OF_KEPT = "server_error", "rate_limit_exceeded"
+ENDS = ASLEEP, "request_quarantined", "model_changed", *OVER_QUOTA
 DEATHS_OF_POISON = 3  # `quarantine_deaths`, and `MOST_LOSSES` of routers
 
 
@@ -131,10 +138,11 @@ def _costs(life: ReplicaLife) -> list[str]:
 def _quotas(world: Scene) -> list[str]:
     """What every request took was charged once, to its tenant, and no quota was exceeded.
 
-    A router that died may have charged what its successor charged again: nobody could ask it.
+    A router that died, or that a gateway could not reach, may have charged what its successor charged again: nobody
+    could ask it.
     """
     wrong = []
-    dead = [life for life in world.fleet.all_routers if life.killed]
+    dead = [life for life in world.fleet.all_routers if life.killed or life.apart]
     for tenant in (OPEN.name,) if world.history.quota is None else (FREE, LIMITED):
         charged, by_the_dead = _charged(world.fleet.all_routers, tenant), _charged(dead, tenant)
         answers = [one for one in world.answers if tenant == OPEN.name or one.asked.limited == (tenant == LIMITED)]
@@ -160,7 +168,8 @@ def _exceeded(world: Scene, life: RouterLife) -> list[str]:
             wrong.append(f"{life.name} let {requests} requests through in minute {minute}")
     charged = _charged([life], LIMITED)
     due = charged["tokens of prompts"] + charged["tokens of output"]
-    is_all = world.fleet.loop.now < MINUTE  # else some of it counts no more
+    set_anew = any(isinstance(event, SetClock) for event in world.history.events)
+    is_all = world.fleet.loop.now < MINUTE and not set_anew  # else some of it counts no more
     if quota.tokens_per_minute is not None and life.process.runs and is_all and tokens != due:
         wrong.append(f"{life.name} counts {tokens} tokens for the quota, and {due} for the bill")
     return wrong
@@ -215,14 +224,17 @@ def _wrong(world: Scene, answer: Answer) -> list[str]:
         return [f"it ended {len(answer.ends)} times: {answer.ends}"]
     end = answer.ends[0]
     expected = world.expected(answer.asked)
-    if end == WHOLE:
+    if end == WHOLE and answer.asked.kept:
+        if answer.text not in (texts := world.texts(answer.asked)):
+            wrong.append(f"whole, with {answer.text!r} in place of {texts[:1]}")
+    elif end == WHOLE:
         if answer.tokens not in expected:
             wrong.append(f"whole, with {answer.tokens} in place of {expected[:1]}")
     elif answer.tokens and not any(_begins(answer.tokens, one) for one in expected):
         wrong.append(f"ended as {end} after {answer.tokens} in place of {expected[:1]}")
     if told := _untimely(world, answer, end):
         wrong.append(told)
-    if end not in (WHOLE, LEFT, GONE) and not _explained(world, answer, end):
+    if end not in (WHOLE, LEFT, GONE, DELETED) and not _explained(world, answer, end):
         wrong.append(f"ended as {end} ({answer.status}), which no fault explains")
     if end == LEFT and answer.asked.leaves is None:
         wrong.append("its client is said to have left, and has not")
@@ -236,14 +248,15 @@ def _untimely(world: Scene, answer: Answer, end: str) -> str:
     would not come out of a line in time hears so at once.
     """
     timeout, took = answer.asked.timeout, answer.ended - answer.began
-    if timeout is None:
+    if timeout is None or world.fleet.slept or (answer.asked.kept and end == WHOLE):
         return ""
     leapt = any(isinstance(event, Leap) for event in world.history.events)
     others = [one for one in world.answers if one.began <= answer.began and answer.began <= (one.ended or EVER)]
     in_line = not answer.tokens and len(others) > world.history.seats
     if end == DEADLINE_EXCEEDED and took < 0.9 * timeout - LATENCY and not (leapt or in_line):
         return f"its deadline of {timeout} s ended it after {took:g} s"
-    if took > timeout + AT_ONCE and not (leapt or world.fleet.router_losses or answer.asked.pace):
+    late = AT_ONCE + (2 * LOOK if answer.asked.kept else 0.0)
+    if took > timeout + late and not (leapt or world.fleet.router_losses or answer.asked.pace):
         return f"it took {took:g} s, and had {timeout} s"
     return ""
 
@@ -253,25 +266,38 @@ def _begins(tokens: dict[int, list[int]], whole: dict[int, list[int]]) -> bool:
 
 
 def _explained(world: Scene, answer: Answer, code: str) -> bool:
-    """Whether a fault can have led to this end."""
+    """Whether a fault can have led to this end, or to one of those of which a kept answer tells this alone."""
+    codes = (*UNAVAILABLE, *ENDS) if answer.asked.kept and code in CODES_OF_KEPT else (code,)
+    return any(_can_end_as(world, answer, one) for one in codes)
+
+
+def _can_end_as(world: Scene, answer: Answer, code: str) -> bool:
     fleet = world.fleet
     if code in UNAVAILABLE and (was_out(world, answer) or _waited_by_a_leapt_clock(world, answer)):
         return True
-    if code == DEADLINE_EXCEEDED:
-        return answer.asked.timeout is not None
-    if code in ("rate_limit_exceeded", "prompt_exceeds_quota"):
-        return _over_quota(world, answer, code)
-    if code == "request_quarantined":
-        return answer.asked.poison or fleet.deaths >= DEATHS_OF_POISON
-    if code == "router_lost":
-        return fleet.router_losses >= DEATHS_OF_POISON
-    return code == "model_changed" and fleet.skewed
+    explained = {
+        ASLEEP: fleet.slept,
+        DEADLINE_EXCEEDED: answer.asked.timeout is not None,
+        TAKES_NO_FILES: answer.asked.upload,
+        "not_found": answer.asked.kept and (_copies_are_gone(world) or was_out(world, answer)),
+        "request_quarantined": answer.asked.poison or fleet.deaths >= DEATHS_OF_POISON,
+        "router_lost": fleet.router_losses >= (1 if answer.asked.upload else DEATHS_OF_POISON),
+        "model_changed": fleet.skewed,
+    }
+    return explained[code] if code in explained else _over_quota(world, answer, code)
+
+
+def _copies_are_gone(world: Scene) -> bool:
+    """Whether all who had a kept answer may be gone, or speak another protocol than who is asked."""
+    fleet = world.fleet
+    speaks = any(getattr(event, "protocol", 1) > 1 for event in world.history.events)
+    return fleet.routers_left > 0 and (speaks or fleet.replicas_left >= min(NUM_COPIES, world.history.replicas))
 
 
 def _over_quota(world: Scene, answer: Answer, code: str) -> bool:
     """Whether a tenant's quota can have led to this end."""
     quota, asked = world.history.quota, answer.asked
-    if quota is None or not asked.limited:
+    if quota is None or not asked.limited or code not in OVER_QUOTA:
         return False
     if code == "prompt_exceeds_quota":
         return quota.tokens_per_minute is not None and world.prompt_tokens(asked) > quota.tokens_per_minute
@@ -302,7 +328,7 @@ def was_out(world: Scene, answer: Answer) -> bool:
     ways = [
         [_union(downs, (one,), (router, one), (router, one, SPEECH)) for one in world.fleet.places] for router in mine
     ]
-    routers_down = [_union(downs, (one,)) for one in routers]
+    routers_down = [_union(downs, (one,), (one, "holder")) for one in routers]
     spans = [*routers_down, *chain(*ways)]
     begins = {begin for one in spans for begin, _ in one if answer.began <= begin <= answer.ended}
     moments = {answer.began, *begins}

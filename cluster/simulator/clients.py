@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from msgspec import json
+from msgspec import DecodeError, json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.admission.deadline import HEADER
 from cluster.errors import ApiError
-from cluster.simulator.answers import LEFT, WHOLE, Answer, Scene, messages_of, prompt_of
+from cluster.simulator.answers import DELETED, LEFT, WHOLE, Answer, Scene, messages_of, prompt_of
 from cluster.simulator.fleet import Fleet
-from cluster.simulator.history import FREE, LIMITED
+from cluster.simulator.history import FREE, LIMITED, Arrive
 from cluster.simulator.lives import MODEL, RouterLife
 from engine.request import Request
 from engine.sampling_params import SamplingParams
+from engine.scheduler.scheduler import DEADLINE_EXCEEDED
+
+PATIENCE = 100.0  # seconds for which one is looked for that nobody can be asked for
+LOOK = 0.5  # seconds between two looks at a response that is made in the background
 
 
 async def ask_dispatcher(scene: Scene, answer: Answer, life: RouterLife) -> None:
@@ -85,14 +89,11 @@ class HttpClient:
 
     def _scope(self) -> Scope:
         asked = self._answer.asked
-        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-        if asked.timeout is not None:
-            headers.append((HEADER.encode(), str(asked.timeout).encode()))
-        if self._scene.history.quota is not None:
-            headers.append((b"authorization", f"Bearer {LIMITED if asked.limited else FREE}".encode()))
-        path = "/v1/chat/completions" if asked.chat else "/v1/completions"
+        headers = headers_of(self._scene, asked)
+        path = "/v1/files" if asked.upload else "/v1/chat/completions" if asked.chat else "/v1/completions"
         return {
-            "type": "http", "method": "POST", "path": path, "query_string": b"", "root_path": "", "headers": headers,
+            "type": "http", "method": "POST", "path": path, "query_string": b"", "root_path": "",
+            "headers": headers,
         }  # fmt: skip
 
     def _take(self, message: Message) -> None:
@@ -131,7 +132,11 @@ class HttpClient:
             if data == b"[DONE]":
                 end = WHOLE
                 continue
-            told = json.decode(data)
+            try:
+                told = json.decode(data)
+            except DecodeError:
+                self._scene.violations.append(f"{answer.name}: its stream has {block[-90:]!r}, which is no event")
+                return "garbled"
             if "error" in told:
                 end = str(told["error"]["code"])
             else:
@@ -141,6 +146,86 @@ class HttpClient:
     def _add(self, told: dict[str, Any]) -> None:
         for choice in told["choices"]:
             self._answer.tokens.setdefault(choice["index"], []).extend(choice.get("token_ids") or ())
+
+
+def headers_of(scene: Scene, asked: Arrive, timed: bool = True) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a request. timed: it has the client's time limit."""
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    if asked.timeout is not None and timed:
+        headers.append((HEADER.encode(), str(asked.timeout).encode()))
+    if scene.history.quota is not None:
+        headers.append((b"authorization", f"Bearer {LIMITED if asked.limited else FREE}".encode()))
+    return headers
+
+
+class KeptClient:
+    """Has a response made in the background, and asks for it until it has ended, or deletes it."""
+
+    def __init__(self, scene: Scene, answer: Answer) -> None:
+        self._scene = scene
+        self._answer = answer
+
+    async def ask(self, app: ASGIApp) -> None:
+        """Have an application make it."""
+        asked, answer = self._answer.asked, self._answer
+        (message,) = messages_of(asked)
+        body = {
+            "model": MODEL, "input": message["content"], "max_output_tokens": asked.tokens, "ignore_eos": True,
+            "background": True, "seed": asked.seed,
+        }  # fmt: skip
+        status, told = await self._call(app, "POST", "", body)
+        while status == 200 and told["status"] in ("queued", "in_progress"):
+            answer.kept_as = told["id"]
+            await asyncio.sleep(LOOK)
+            status, told = await self._get(app)
+        answer.status = status
+        if status == 404 and answer.deleted:
+            end = DELETED
+        elif told.get("error"):
+            end = DEADLINE_EXCEEDED if "deadline" in told["error"]["message"] else str(told["error"]["code"])
+        else:
+            end, answer.text = WHOLE, told["output"][0]["content"][0]["text"]
+        self._scene.end(answer, end)
+
+    async def delete(self, app: ASGIApp) -> None:
+        """Have it kept no more."""
+        self._answer.deleted = True
+        status, _ = await self._call(app, "DELETE", f"/{self._answer.kept_as}")
+        self._answer.deleted = status == 200
+
+    async def is_there(self, app: ASGIApp) -> bool:
+        """Return whether it is kept."""
+        return (await self._get(app))[0] == 200
+
+    async def _get(self, app: ASGIApp) -> tuple[int, Any]:
+        """Return it, once somebody can say what it is, or after `PATIENCE`."""
+        loop = self._scene.fleet.loop
+        until = loop.now + PATIENCE
+        while (found := await self._call(app, "GET", f"/{self._answer.kept_as}"))[0] == 503 and loop.now < until:
+            await asyncio.sleep(LOOK)
+        return found
+
+    async def _call(self, app: ASGIApp, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        status, asked, got = 0, self._answer.asked, bytearray()
+        headers = headers_of(self._scene, asked, timed=body is not None)
+        sent = [{"type": "http.request", "body": b"" if body is None else json.encode(body), "more_body": False}]
+
+        async def receive() -> Message:
+            if not sent:
+                await asyncio.Event().wait()
+            return sent.pop()
+
+        async def send(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            got.extend(message.get("body", b""))
+
+        scope = {
+            "type": "http", "method": method, "path": f"/v1/responses{path}", "query_string": b"", "root_path": "",
+            "headers": headers,
+        }  # fmt: skip
+        await app(scope, receive, send)
+        return status, json.decode(bytes(got))
 
 
 class ServeProxy:

@@ -15,6 +15,7 @@ from engine.core import EngineCore
 from engine.errors import ConfigError
 from engine.report import SamplingInputs, StepInputs, StepOutputs, StepReport
 from engine.worker.executor import Executor, Pending
+from engine.worker.sleep import WEIGHTS
 
 FIRST_TOKEN = 3  # smaller ids are left to whoever wants one that ends a sequence
 
@@ -84,7 +85,7 @@ class SimulatedEngine(Engine):
         if self._stopped:
             return
         self._take_orders()
-        if self._core.has_unfinished:
+        if self._core.has_unfinished and not self._core.is_sleeping:
             report = self._core.step()
             report.seconds = seconds = self._step_seconds() if report.num_tokens else 0.0
             self._loop.call_later(seconds, self._end, report)
@@ -149,19 +150,40 @@ class ModelledExecutor(Executor):
 
     It says how long the step would have taken.
 
-    last_step: seconds of the step that was executed last.
+    last_step: seconds of the step that was executed last. version: of the weights; each draws other tokens. folder:
+    returns the version that is read when it wakes from level 2.
     """
 
-    def __init__(self, times: StepTimes, vocab_size: int) -> None:
+    def __init__(
+        self, times: StepTimes, vocab_size: int, version: int = 1, folder: Callable[[], int] = lambda: 1
+    ) -> None:
         self.last_step = 0.0
+        self.version = version
+        self._folder = folder
+        self._level = 0
         self._times = times
         self._span = vocab_size - FIRST_TOKEN
 
     @override
     def launch(self, inputs: StepInputs, sampling: SamplingInputs) -> Pending:
         self.last_step = self._times.of(inputs)
-        drawn = simulated_tokens(sampling.seeds + 7919 * sampling.choices, sampling.positions, self._span)
+        seeds = sampling.seeds + 7919 * sampling.choices + 104729 * (self.version - 1)
+        drawn = simulated_tokens(seeds, sampling.positions, self._span)
         return _Drawn(StepOutputs(drawn.astype(np.int32)))
+
+    @property
+    def fingerprint(self) -> str:  # type: ignore[override]
+        """Of the weights."""
+        return f"model-{self.version}"
+
+    @override
+    def sleep(self, level: int) -> None:
+        self._level = level
+
+    @override
+    def wake(self, tag: str) -> None:
+        if self._level == 2 and tag == WEIGHTS:
+            self.version = self._folder()
 
     @override
     def close(self) -> None:

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from random import Random
 from typing import Any
 
+from cluster.errors import ApiError
+from cluster.ingress.gateway import GatewayApp
 from cluster.lifecycle.leaving import LOOK_SECONDS
 from cluster.openai.served_model import ServedModel
 from cluster.router.directory import Connect
-from cluster.simulator.history import History
-from cluster.simulator.lives import ReplicaLife, RouterLife, Served, config_of
+from cluster.router.sleeping import SleepingModel
+from cluster.simulator.history import History, Sleep
+from cluster.simulator.lives import ReplicaLife, RouterLife, Served, config_of, gateway
 from cluster.simulator.network import LATENCY, NOBODY, Network
 from cluster.simulator.process import SimulatedLoop, SimulatedProcess
-from cluster.simulator.serve import Autoscaler, LeaseHandle, Membership
+from cluster.simulator.serve import Autoscaler, LeaseHandle, Membership, Orders
+from cluster.simulator.sockets import Sockets
 from cluster.wire.link import LinkAddress, OtherProtocolError, ReplicaLink
 from engine.request import Request
+from engine.worker.sleep import TAGS
 
 NOTICE = 0.1  # seconds until Serve knows that a process is dead
 STARTS_IN = 1.0  # seconds that a replica takes which the autoscaler asks for
+GiveOrder = Callable[[SleepingModel], Coroutine[Any, Any, None]]
+GRACE = 0.5  # seconds that a process has which has nothing to do any more and is to end
+ORDER_AGAIN = 0.5  # seconds after which an operator gives an order again that nobody took
 EVER = 1e9  # seconds
 SPEECH = "protocol"  # in the name of a way: its two ends speak different ones
 ABSENT = "absent"  # in the name of a place: the autoscaler wants no replica there
@@ -41,13 +49,19 @@ class Fleet:
         self.rng = Random(history.seed)
         self.model = model
         self.network = Network(loop)
-        self.serve = Membership()
+        self.serve: Membership[ReplicaLife] = Membership()
+        self.router_set: Membership[RouterLife] = Membership()
+        self.orders = Orders()
+        self.folder = 1  # version of the model that is there to be read
+        loop.sockets = Sockets(self.network)
         self.routers: dict[str, RouterLife] = {}
         self.replicas: dict[str, ReplicaLife] = {}
         self.downs: dict[tuple[str, ...], list[tuple[float, float]]] = {}
         self.deaths = 0  # of replicas
         self.router_losses = 0
+        self.replicas_left = self.routers_left = 0  # that died, or were to go
         self.skewed = history.updated > 0
+        self.slept = False
         self.seeds: set[int] = set()  # of all that replicas have begun
         self.all_routers: list[RouterLife] = []
         self.autoscaler: Autoscaler | None = None
@@ -78,14 +92,17 @@ class Fleet:
 
     def new_process(self, slot: str) -> SimulatedProcess:
         """Return a new process, whose clock shows anything."""
-        return SimulatedProcess(slot, self.loop, self.rng.uniform(0, 1e5))
+        clocks = self.history.clocks
+        ahead = Random(f"{self.history.seed}/{slot}").uniform(-clocks, clocks)
+        return SimulatedProcess(slot, self.loop, self.rng.uniform(0, 1e5), ahead)
 
     def start_replica(self, slot: str, version: int = 1, protocol: int = 1) -> None:
         """Start a replica in a place and have Serve know it."""
         name, process = self._new_name(slot), self.new_process(slot)
         facts = self.history, version, protocol, self.rng.getrandbits(62)
-        life = self.replicas[slot] = ReplicaLife(slot, name, process, *facts, self._begun)
+        life = self.replicas[slot] = ReplicaLife(slot, name, process, *facts, self._begun, lambda: self.folder)
         self._all_replicas[life.name] = life
+        self.orders.watch(process, life.core.obey)
         self._up((slot,))
         self._up((slot, ABSENT))
         for router in self.routers.values():
@@ -96,12 +113,35 @@ class Fleet:
         """Start a router in a place."""
         name, process = self._new_name(slot), self.new_process(slot)
         life = self.routers[slot] = RouterLife(
-            slot, name, process, self._served, protocol, self.rng.getrandbits(32), self._leases, self._connecting
+            slot,
+            name,
+            process,
+            self._served,
+            protocol,
+            self.rng.getrandbits(32),
+            self._leases,
+            self._connecting,
+            self.orders,
         )
         self.all_routers.append(life)
         for replica in self.replicas.values():
             self._note_speech(life, replica)
         self.serve.wake()
+        if self.model is not None:
+            self.orders.watch(process, life.sleeping.obey)
+        if self.history.gateway:
+            life.process.spawn(self._serve_gateways(life))
+
+    def new_gateway(self, process: SimulatedProcess) -> GatewayApp:
+        """Return the app of a gateway, in its process."""
+        handle = LeaseHandle(self.router_set, process, "routers")
+        return process.call(gateway, self._new_name(process.name), self._served.config, handle)
+
+    def blind(self, seconds: float) -> None:
+        """Have Serve learn nothing for a while, as its control store is lost."""
+        for one in (self.serve, self.router_set, self.orders):
+            one.blind = True
+            self.after(seconds, self._see, one)
 
     def process(self, slot: str) -> SimulatedProcess | None:
         """Return what lives in a place now."""
@@ -124,6 +164,7 @@ class Fleet:
         if life.process.dead:
             return
         self.deaths += 1
+        self.replicas_left += 1
         self.down((life.slot,), EVER)
         life.process.kill()
         self.network.died(life.process, silently)
@@ -149,6 +190,7 @@ class Fleet:
         if life.process.dead:
             return
         self.router_losses += 1
+        self.routers_left += 1
         life.killed = True
         self.down((life.slot,), EVER if back is None else back)
         self._end_router(life, silently)
@@ -161,6 +203,7 @@ class Fleet:
         if life.process.dead or life.leaves:
             return
         life.leaves = True
+        self.routers_left += 1
         self.start_router(life.slot, protocol)
         life.process.spawn(self._let_go(life))
 
@@ -168,12 +211,49 @@ class Fleet:
         """Do something later, whoever is dead then."""
         self.loop.call_later(seconds, do, *args, context=NOBODY)
 
+    def sleep(self, order: Sleep) -> None:
+        """Have the model sleep for a while. What it wakes up with is what is in the folder then."""
+        self.folder = order.version
+        self.slept = True
+        self._give(lambda sleeping: sleeping.sleep(order.level, order.mode))
+        self.after(order.seconds, self._wake, order)
+
+    def _wake(self, order: Sleep) -> None:
+        self.skewed |= order.level == 2 and order.version != 1
+        for slot in self.replicas:  # another life may begin
+            self.down((slot,), 0.0)
+        self._give(lambda sleeping: sleeping.wake_up(TAGS))
+
+    def _give(self, give: GiveOrder) -> None:
+        """Give an order through some router, as often as it takes."""
+        life = next((one for one in self.routers.values() if one.process.runs), None)
+        if life is None:
+            self.after(ORDER_AGAIN, self._give, give)
+            return
+        task = life.process.spawn(give(life.sleeping))
+        task.add_done_callback(lambda done: self._given(done, give), context=NOBODY)
+
+    def _given(self, done: asyncio.Task[None], give: GiveOrder) -> None:
+        error = None if done.cancelled() else done.exception()
+        if isinstance(error, ApiError) and error.status == 503:
+            self.after(ORDER_AGAIN, self._give, give)
+        elif error is not None and not isinstance(error, ApiError):
+            raise error
+
+    async def _serve_gateways(self, life: RouterLife) -> None:
+        await life.listen()
+        self.router_set.add(life)
+
+    def _see(self, one: Membership[Any] | Orders) -> None:
+        one.blind = False
+        one.tell()
+
     def _new_name(self, slot: str) -> str:
         self._numbers[slot] = self._numbers.get(slot, 0) + 1
         return f"{slot}.{self._numbers[slot]}"
 
     def _leases(self, router: RouterLife) -> LeaseHandle:
-        return LeaseHandle(self.serve, router)
+        return LeaseHandle(self.serve, router.process)
 
     def _connecting(self, router: RouterLife) -> Connect:
         def connect(address: LinkAddress, router_id: str) -> Awaitable[ReplicaLink]:
@@ -208,13 +288,14 @@ class Fleet:
 
     def _let_leave(self, life: ReplicaLife, back: float | None, version: int, protocol: int) -> None:
         life.drains = True
+        self.replicas_left += 1
         life.process.call(life.core.drain)
         self.serve.remove(life)
         life.process.spawn(self._leave(life, back, version, protocol))
 
     async def _leave(self, life: ReplicaLife, back: float | None, version: int, protocol: int) -> None:
         await life.core.drained()
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(GRACE)
         await life.core.close()
         self.after(0.0, self._left, life, back, version, protocol)
 
@@ -243,20 +324,28 @@ class Fleet:
 
     async def _let_go(self, life: RouterLife) -> None:
         await asyncio.sleep(LOOK_SECONDS)
+        if self.history.gateway:
+            life.server.leave()
         if life.admission is not None:
             life.letting_go.let_go()
+        self.router_set.remove(life)
         while life.exchanges or life.dispatcher.num_live or life.dispatcher.num_waiting:
             await asyncio.sleep(NOTICE)
+        await asyncio.sleep(GRACE)
         self.after(0.0, self._end_router, life, False)
+        self.after(NOTICE, life.over.set)
 
     def _end_router(self, life: RouterLife, silently: bool) -> None:
         if not life.process.dead:
             life.process.kill()
             self.network.died(life.process, silently)
-            self.serve.forget(life)
-            life.over.set()
+            self.serve.forget(life.process)
+            if not self.history.gateway:
+                life.over.set()
+            self.router_set.remove(life)
 
     def _router_gone(self, life: RouterLife) -> None:
+        life.over.set()
         if self.routers.get(life.slot) is life:
             del self.routers[life.slot]
 

@@ -9,7 +9,8 @@ from random import Random
 from cluster.admission.keys import Quota
 
 FREE, LIMITED = "free", "limited"  # tenants, and their keys
-INGRESS_SHARE = 0.15  # of histories that go through the holder and HTTP; the others ask a router's dispatcher
+INGRESS_SHARE = 0.25  # of histories that go through the holder and HTTP; the others ask a router's dispatcher
+GATEWAY_SHARE = 0.6  # of these, those whose holder is a gateway
 ARRIVALS, FAULTS = 1.5, 2.0  # seconds from the beginning in which they come
 
 
@@ -20,7 +21,9 @@ class Arrive:
     stream: whether the answer is to come as it is made. pace: seconds that the client takes for each message.
     leaves: seconds after which it hangs up; None = it stays. poison: whether it kills every replica that computes it.
     timeout: seconds after which it wants no answer any more; None = it waits. Over HTTP alone: seeded: whether it
-    says the seed; chat: whether it asks for a message; limited: whether it is of the tenant with a quota.
+    says the seed; chat: whether it asks for a message; limited: whether it is of the tenant with a quota; kept: it
+    has a response made in the background, and asks for it until it has ended; upload: it sends a file, which nobody
+    may do twice for it.
     """
 
     at: float
@@ -37,6 +40,35 @@ class Arrive:
     seeded: bool = True
     chat: bool = False
     limited: bool = False
+    kept: bool = False
+    upload: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """A client wants the kept answer no more that is the `answer`th of all."""
+
+    at: float
+    answer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """The model sleeps for a while, over HTTP and on the real engine alone. version: that it wakes up with."""
+
+    at: float
+    seconds: float
+    level: int = 1
+    mode: str = "keep"
+    version: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Blind:
+    """Serve learns nothing for a while: its control store is lost."""
+
+    at: float
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +109,17 @@ class Leap:
 
 
 @dataclass(frozen=True, slots=True)
+class SetClock:
+    """The time of day of a process jumps, forward or back; what it measures itself does not."""
+
+    at: float
+    process: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Cut:
-    """The connections between a router and a replica break."""
+    """The connections between a router and a replica, or the holder, break."""
 
     at: float
     router: str
@@ -87,7 +128,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Nothing gets through between a router and a replica for a while; then all of it comes."""
+    """Nothing gets through between a router and a replica, or the holder, for a while; then all of it comes."""
 
     at: float
     router: str
@@ -97,7 +138,10 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """Frames between a router and a replica take so much longer for a while: others overtake them."""
+    """Frames between a router and a replica take so much longer for a while: others overtake them.
+
+    Between a router and the holder each piece of a frame does.
+    """
 
     at: float
     router: str
@@ -126,7 +170,8 @@ class LetGo:
     protocol: int = 1
 
 
-Event = Arrive | Kill | EngineDies | Stop | Leap | Cut | Partition | Slow | Drain | LetGo
+OfProcess = Kill | EngineDies | Stop | Leap | SetClock | Drain | LetGo
+Event = Arrive | Delete | Sleep | Blind | OfProcess | Cut | Partition | Slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +181,8 @@ class History:
     ingress: whether clients ask over HTTP, through the holder. real_engine: whether replicas run the real core.
     seats: sequences that a replica runs at once. updated: replicas, the last ones, that run another model at first.
     scaling: the least and most replicas, where there is an autoscaler. quota: of one of the two tenants that ask over
-    HTTP; None = clients need no key.
+    HTTP; None = clients need no key. gateway: the holder is one of our own, not a proxy of Serve's. clocks: seconds
+    by which the time of day of a process may be wrong.
     """
 
     seed: int
@@ -149,6 +195,8 @@ class History:
     updated: int = 0
     scaling: tuple[int, int] | None = None
     quota: Quota | None = None
+    gateway: bool = False
+    clocks: float = 0.0
 
     @property
     def arrivals(self) -> list[Arrive]:
@@ -164,11 +212,16 @@ def drawn(seed: int) -> History:
     """Return the history of a seed."""
     rng = Random(seed)
     ingress = rng.random() < INGRESS_SHARE
+    gateway = ingress and rng.random() < GATEWAY_SHARE
     routers, replicas = rng.choice((1, 2, 2, 3) if ingress else (1, 1, 2)), rng.choice((1, 2, 2, 3, 4))
     events: list[Event] = [_arrival(rng, routers, number, ingress) for number in range(rng.randint(3, 8))]
+    if gateway:
+        events = [_by_gateway(rng, one) for one in events if isinstance(one, Arrive)]
     for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6))):
-        events.append(_fault(rng, _moment(rng, events), routers, replicas, ingress))
-    real_engine, seats = rng.random() < 0.05, rng.choice((256, 256, 3))
+        at = _moment(rng, events)
+        draw = _fault_of_gateway if gateway and rng.random() < 0.4 else _fault
+        events.append(draw(rng, at, routers, replicas, ingress))
+    real_engine, seats = rng.random() < (0.2 if gateway else 0.05), rng.choice((256, 256, 3))
     updated = rng.randrange(replicas) if rng.random() < 0.2 and not real_engine else 0
     scaling, quota = None, None
     if rng.random() < 0.1:
@@ -178,11 +231,57 @@ def drawn(seed: int) -> History:
     elif rng.random() < 0.05:
         scaling, seats = (rng.choice((0, 0, 1)), replicas + rng.choice((0, 1, 2))), 3
         events += _bursts(rng, routers, ingress)
-    if ingress and rng.random() < 0.3:
+    clocks = rng.choice((0.0, 60.0, 7200.0)) if gateway else 0.0
+    if gateway:
+        events += _of_gateway(rng, real_engine and scaling is None)
+    if ingress and not clocks and rng.random() < 0.3:
         quota = Quota(rng.choice((None, 1, 3)), rng.choice((None, 30, 100)), rng.choice((None, 1, 2)))
         events = [replace(one, limited=rng.random() < 0.6) if isinstance(one, Arrive) else one for one in events]
     events.sort(key=lambda event: event.at)
-    return History(seed, routers, replicas, tuple(events), ingress, real_engine, seats, updated, scaling, quota)
+    given = real_engine, seats, updated, scaling, quota, gateway, clocks
+    return History(seed, routers, replicas, tuple(_deleting(rng, events)), ingress, *given)
+
+
+def _by_gateway(rng: Random, asked: Arrive) -> Arrive:
+    """Return what a client asks that comes to a gateway."""
+    draw = rng.random()
+    if draw < 0.3:
+        tokens = rng.choice((1, 12, 60))
+        return replace(asked, kept=True, tokens=tokens, choices=1, pace=0.0, leaves=None, seeded=True)
+    return replace(asked, upload=True, leaves=None, poison=False, timeout=None) if draw < 0.36 else asked
+
+
+def _of_gateway(rng: Random, real_engine: bool) -> list[Event]:
+    """Return a sleep of the model, or nothing."""
+    if real_engine and rng.random() < 0.6:
+        level, mode = rng.choice((1, 2)), rng.choice(("keep", "wait", "abort"))
+        return [Sleep(_time(rng, FAULTS), rng.choice((0.3, 2.0)), level, mode, rng.choice((1, level)))]
+    return []
+
+
+def _deleting(rng: Random, events: list[Event]) -> list[Event]:
+    """Return events with some kept answers deleted."""
+    asked = [event for event in events if isinstance(event, Arrive)]
+    deletes: list[Event] = [
+        Delete(round(one.at + rng.choice((0.3, 1.5, 8.0)), 4), i)
+        for i, one in enumerate(asked)
+        if one.kept and rng.random() < 0.4
+    ]
+    return sorted([*events, *deletes], key=lambda event: event.at)
+
+
+def _fault_of_gateway(rng: Random, at: float, routers: int, replicas: int, _: bool) -> Event:
+    """Return what goes wrong between the gateway and a router, in what Serve knows, or with a clock."""
+    router, seconds = f"router-{rng.randrange(routers)}", rng.choice((0.6, 4.0, 8.0, 60.0))
+    either = rng.choice((router, f"replica-{rng.randrange(replicas)}"))
+    makes: list[Callable[[], Event]] = [
+        *2 * [lambda: Cut(at, router, "holder")],
+        *3 * [lambda: Partition(at, router, "holder", seconds)],
+        *2 * [lambda: Slow(at, router, "holder", rng.choice((0.005, 0.05)), rng.choice((0.6, 4.0)))],
+        lambda: Blind(at, min(seconds, 8.0)),
+        lambda: SetClock(at, either, rng.choice((-3600.0, 600.0, 7200.0))),
+    ]
+    return rng.choice(makes)()
 
 
 def _new_protocol(rng: Random, routers: int, replicas: int) -> list[Event]:

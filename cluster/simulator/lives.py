@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from starlette import routing
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.admission.admission_queue import AdmissionQueue
 from cluster.admission.keys import FixedKeys, KeyEntry, KeyRing, Tenant, hash_key
@@ -22,23 +22,32 @@ from cluster.admission.tenants import Tenancy
 from cluster.config import ClusterConfig
 from cluster.http import app
 from cluster.http.ui import ui_route
+from cluster.ingress.gateway import GatewayApp
+from cluster.ingress.guard import RouterLossGuard
 from cluster.ingress.let_go import LetGo
+from cluster.ingress.router_directory import RouterAnnouncement, RouterDirectory
+from cluster.ingress.router_link import ExchangeServer
+from cluster.ingress.router_pool import RouterPool
 from cluster.ingress.router_side import IngressCheck
 from cluster.openai.served_model import ServedModel
 from cluster.replica.core import ReplicaCore
 from cluster.replica.engine_thread import EngineListener
 from cluster.replica.sessions import ReplicaFacts
+from cluster.router.answer_copies import AnswerCopies
 from cluster.router.directory import Connect, ReplicaDirectory
 from cluster.router.dispatcher import Dispatcher
 from cluster.router.incidents import IncidentLog, RecordedSource
 from cluster.router.live_model import admission_queue, dispatcher_config
 from cluster.router.models import ModelFront, Models
+from cluster.router.sleeping import SleepingModel
 from cluster.simulator.engine import FIRST_TOKEN, ModelledExecutor, SimulatedEngine, StepTimes, simulated_tokens
 from cluster.simulator.history import FREE, LIMITED, History
 from cluster.simulator.process import SimulatedProcess
 from cluster.simulator.stub_core import BASE, PER_SEQUENCE, StubCore, hashed_token
+from cluster.sleep_orders import OrderBook
 from cluster.telemetry.metrics import Metrics, ReplicaSetStats
 from cluster.token_source import TokenSource
+from cluster.wire.link import Announcement, LinkAddress
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.report import StepReport
@@ -62,6 +71,7 @@ def config_of(seats: int, replicas: int = 1, scaling: tuple[int, int] | None = N
 
 
 CONFIG = config_of(256)
+RETENTION = 600.0  # seconds for which kept answers are, after their end
 
 
 class CheckedCore(EngineCore):
@@ -77,7 +87,7 @@ class CheckedCore(EngineCore):
 def token_at(history: History, version: int, seed: int, choice: int, position: int) -> int:
     """Return the token that a model version draws."""
     if history.real_engine:
-        mixed = np.array([seed + 7919 * choice]), np.array([position])
+        mixed = np.array([seed + 7919 * choice + 104729 * (version - 1)]), np.array([position])
         return int(simulated_tokens(*mixed, VOCAB - FIRST_TOKEN)[0])
     return hashed_token(version, seed, choice, position, VOCAB)
 
@@ -85,7 +95,8 @@ def token_at(history: History, version: int, seed: int, choice: int, position: i
 class ReplicaLife:
     """One life of a replica. over: its process has ended, and Serve knows it. drains: it is to go.
 
-    version: of the model that it runs. protocol: that its links speak. begins: told of requests that it begins.
+    version: of the model that it runs first. protocol: that its links speak. begins: told of requests that it begins.
+    folder: says which version of the model is there to be read.
     """
 
     def __init__(
@@ -98,6 +109,7 @@ class ReplicaLife:
         protocol: int,
         incarnation: int,
         begins: Callable[[ReplicaLife, list[Request]], None],
+        folder: Callable[[], int],
     ) -> None:
         self.slot = slot
         self.version = version
@@ -105,10 +117,12 @@ class ReplicaLife:
         self.name = name
         self.process = process
         self.over = asyncio.Event()
+        self.announcement = Announcement(name, LinkAddress(name, 1, ""), {}, BLOCKS * BLOCK, (1,))
         self.drains = False
         self._history = history
         self._incarnation = incarnation
         self._begins = begins
+        self._folder = folder
         self.core: ReplicaCore = self.process.call(self._made)
 
     def _made(self) -> ReplicaCore:
@@ -117,7 +131,7 @@ class ReplicaLife:
         if history.real_engine:
             config = EngineConfig("simulated", max_model_len=CONTEXT, max_num_seqs=history.seats, block_size=BLOCK)
             times = StepTimes(BASE, BASE / CHUNK, PER_SEQUENCE, 0.0)
-            executor = ModelledExecutor(times, VOCAB)
+            executor = ModelledExecutor(times, VOCAB, self.version, self._folder)
             core = CheckedCore(config, executor, (0,), VOCAB, BLOCKS, clock)
 
             def last_step() -> float:
@@ -172,10 +186,17 @@ class Served:
 
 class RouterLife:
     """One life of a router. asked: how often Serve sent something to it. leaves: it is to go. killed: it was.
+    apart: a gateway lost it while it lived.
 
     protocol: that its links speak. exchanges: of HTTP that are open. incidents: what it records, if it does.
-    leases: its handle of the replica deployment, as far as `ReplicaDirectory` uses one.
+    leases: its handle of the replica deployment, as far as `ReplicaDirectory` uses one. server: of a gateway's
+    exchanges. announcement: to gateways. sleeping: puts its model to sleep, over HTTP. orders: to do so.
     """
+
+    sleeping: SleepingModel
+
+    server: ExchangeServer
+    announcement: RouterAnnouncement
 
     def __init__(
         self,
@@ -187,7 +208,9 @@ class RouterLife:
         seed: int,
         leases: Callable[[RouterLife], Any],
         connect: Callable[[RouterLife], Connect],
+        orders: OrderBook,
     ) -> None:
+        self._orders = orders
         self.slot = slot
         self.name = name
         self.process = process
@@ -195,7 +218,7 @@ class RouterLife:
         self.asked = 0
         self.exchanges = 0
         self.leaves = False
-        self.killed = False
+        self.killed = self.apart = False
         self.over = asyncio.Event()
         self.incidents: IncidentLog | None = None
         self.admission: AdmissionQueue | None = None
@@ -237,12 +260,41 @@ class RouterLife:
             replicas=self.dispatcher.replicas,
             ask_router=self.dispatcher.explain,
         )
+        self.sleeping = SleepingModel(model.model_id, self.dispatcher, self.admission, self._orders)
         with memoised():
             inner = app.build_app(
-                Models([front]), metrics, lambda: {"ready": True}, names_answers=False, tenancy=self.tenancy
+                Models([front]),
+                metrics,
+                lambda: {"ready": True},
+                names_answers=history.gateway,
+                tenancy=self.tenancy,
+                copies=AnswerCopies([self.dispatcher], RETENTION),
+                response_retention=RETENTION,
             )
         self.letting_go = LetGo(inner)
         self.app = IngressCheck(self.letting_go, self._served.config.router_wait)
+        if history.gateway:
+            self.server = ExchangeServer(self._count)
+
+    async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one exchange of a gateway, and count it (ASGI)."""
+        self.exchanges += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.exchanges -= 1
+
+    async def listen(self) -> None:
+        """Take exchanges of gateways."""
+        address = await self.server.address(self.name)
+        self.announcement = RouterAnnouncement(self.name, self.name, address)
+
+
+def gateway(gateway_id: str, config: ClusterConfig, routers: Any) -> GatewayApp:
+    """Return the app of a gateway, in the process that is one. routers: its handle of their deployment."""
+    pool = RouterPool(gateway_id, config.router_wait)
+    RouterDirectory(gateway_id, "node", routers, pool)
+    return GatewayApp(pool, RouterLossGuard(pool, asyncio.get_running_loop().time, gateway=True))
 
 
 def _tenancy(history: History) -> Tenancy:

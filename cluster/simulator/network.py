@@ -10,9 +10,10 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from cluster.simulator.process import SimulatedLoop, SimulatedProcess
+from cluster.wire.frames import LINGER
 from cluster.wire.link import (
     LOST,
     FramePipe,
@@ -33,6 +34,23 @@ LIMITS = LinkLimits()
 Serve = Callable[[RouterLink], Coroutine[Any, Any, None]]
 
 
+class Carrier(Protocol):
+    """A connection. ends: its processes. is_quiet: both ends are open, and nothing is on its way or unread."""
+
+    ends: tuple[SimulatedProcess, SimulatedProcess]
+
+    @property
+    def is_quiet(self) -> bool:
+        """See above."""
+        ...
+
+    def broke(self) -> None:
+        """End both directions; what is on its way is lost."""
+
+    def lost(self, process: SimulatedProcess, silently: bool) -> None:
+        """End with a process that died."""
+
+
 @dataclass
 class Way:
     """What lies between two processes. blocked: until when nothing gets through. delay: of frames, until `slow`."""
@@ -40,7 +58,7 @@ class Way:
     blocked: float = 0.0
     slow: float = 0.0
     delay: float = 0.0
-    connections: list[Connection] = field(default_factory=list)
+    connections: list[Carrier] = field(default_factory=list)
 
 
 class Network:
@@ -50,6 +68,11 @@ class Network:
         self.loop = loop
         self.carried = 0
         self._ways: dict[tuple[str, str], Way] = {}
+
+    @property
+    def open_from(self) -> float:
+        """When no way is blocked any more."""
+        return max((way.blocked for way in self._ways.values()), default=0.0)
 
     def way(self, one: str, other: str) -> Way:
         """Return the way between two processes, either way round."""
@@ -185,8 +208,15 @@ class End:
         self._ended = LinkClosedError(code, message)
         self._inbox.close(code, message, discard=True)
         self._put(self.peer.hear_goodbye, code, message)
+        self._network.loop.call_later(LINGER, self._reset, context=NOBODY)
         self.over.set()
         self._connection.over()
+
+    def _reset(self) -> None:
+        """Lose what did not arrive in time after this end closed."""
+        if self._flight and not self._gone:
+            self._flight.clear()
+            self._put(self.peer.hear_goodbye, LOST, "the connection was reset")
 
     def arrive(self, frame: bytes) -> None:
         """Take in a frame."""

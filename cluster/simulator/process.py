@@ -12,7 +12,10 @@ from asyncio.events import Handle, TimerHandle
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from cluster.simulator.sockets import Sockets
 
 T = TypeVar("T")
 LAST_TURNS, AGAIN = 120, 30  # in which what is left ends once the history is over, and between two calls to end
@@ -24,11 +27,15 @@ class StuckError(AssertionError):
 
 
 class SimulatedProcess:
-    """One life of a process. clock: what its clock shows at the beginning of the history; each machine's differs."""
+    """One life of a process. clock: what its clock shows at the beginning of the history; each machine's differs.
 
-    def __init__(self, name: str, loop: SimulatedLoop, clock: float = 0.0) -> None:
+    ahead: seconds by which its time of day is.
+    """
+
+    def __init__(self, name: str, loop: SimulatedLoop, clock: float = 0.0, ahead: float = 0.0) -> None:
         self.name = name
         self.clock = clock
+        self.ahead = ahead
         self.stopped = False
         self.dead = False
         self._loop = loop
@@ -83,10 +90,12 @@ PROCESS: ContextVar[SimulatedProcess | None] = ContextVar("simulated process", d
 
 
 class SimulatedLoop(asyncio.BaseEventLoop):
-    """Starts at 0 s. Without sockets and threads: what would be done in a thread is done at once.
+    """Starts at 0 s. Without threads: what would be done in one is done at once.
 
-    failures: exceptions that nobody caught. turns: callbacks so far.
+    failures: exceptions that nobody caught. turns: callbacks so far. sockets: between its processes.
     """
+
+    sockets: Sockets
 
     ready: deque[Handle]
 
@@ -134,6 +143,14 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> Handle:  # type: ignore[override]
         """See `asyncio.loop.call_soon_threadsafe`; there is one thread."""
         return self.call_soon(callback, *args, context=context)
+
+    async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
+        """Connect the process that asks to the one that listens at a port."""
+        await self.sockets.connect(protocol_factory, port)
+
+    async def create_server(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
+        """Have the process that asks take connections, at a port that nobody else has."""
+        return self.sockets.listen(protocol_factory)
 
     def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
         """Do it now."""

@@ -6,51 +6,73 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from cluster.config import ClusterConfig, scaling_settings
+from cluster.errors import ApiError
 from cluster.lifecycle.autoscaling_policy import Scaler, read_stats, replica_stats
 from cluster.lifecycle.leases import ReplicaWatch
 from cluster.lifecycle.serve_autoscaling import REPORT_SECONDS
-from cluster.simulator.lives import BLOCK, BLOCKS, ReplicaLife, RouterLife
-from cluster.wire.link import Announcement, LinkAddress
+from cluster.simulator.lives import ReplicaLife
+from cluster.simulator.process import SimulatedProcess
+from cluster.sleep_orders import OrderBook, SleepOrder
 
 LOOK_SECONDS = 0.25  # after which Serve's router looks again who is there
 
 
-class Membership:
-    """Serve's set of replicas, of which it tells routers. called: what to do when a lease call finds none."""
+class Member(Protocol):
+    """A life of a copy of a deployment. over: its process has ended, and Serve knows it."""
+
+    name: str
+    process: SimulatedProcess
+    over: asyncio.Event
+
+    @property
+    def announcement(self) -> Any:
+        """What a lease of it says first."""
+
+
+M = TypeVar("M", bound=Member)
+
+
+class Membership(Generic[M]):
+    """Serve's set of copies of a deployment, of which it tells those who lease them.
+
+    called: what to do when a lease call finds none. blind: Serve knows nothing new, as its control store is lost.
+    """
 
     def __init__(self, called: Callable[[], None] = lambda: None) -> None:
         self.called = called
-        self._serving: dict[str, ReplicaLife] = {}
-        self._watches: list[tuple[RouterLife, ReplicaWatch]] = []
+        self.blind = False
+        self._serving: dict[str, M] = {}
+        self._known: dict[str, M] = {}  # of these, those that Serve knows of
+        self._watches: list[tuple[SimulatedProcess, ReplicaWatch]] = []
         self._changed: list[asyncio.Future[None]] = []
 
     @property
-    def members(self) -> list[ReplicaLife]:
-        """Replicas that serve and are not to go."""
-        return list(self._serving.values())
+    def members(self) -> list[M]:
+        """Copies that serve and are not to go, for all that Serve knows."""
+        return list(self._known.values())
 
-    def add(self, life: ReplicaLife) -> None:
-        """Have a replica serve."""
+    def add(self, life: M) -> None:
+        """Have a copy serve."""
         self._serving[life.name] = life
-        self._tell()
+        self.tell()
 
-    def remove(self, life: ReplicaLife) -> None:
-        """Have a replica serve no more."""
+    def remove(self, life: M) -> None:
+        """Have a copy serve no more."""
         self._serving.pop(life.name, None)
-        self._tell()
+        self.tell()
 
-    def watch(self, router: RouterLife, watch: ReplicaWatch) -> None:
-        """Tell a router of the set, now and whenever it changes."""
+    def watch(self, caller: SimulatedProcess, watch: ReplicaWatch) -> None:
+        """Tell a caller of the set, now and whenever it changes."""
         if all(one is not watch for _, one in self._watches):
-            self._watches.append((router, watch))
-            router.process.call(watch.members_changed, frozenset(self._serving))
+            self._watches.append((caller, watch))
+            caller.call(watch.members_changed, frozenset(self._known))
 
-    def forget(self, router: RouterLife) -> None:
-        """Tell a router nothing more."""
-        self._watches = [one for one in self._watches if one[0] is not router]
+    def forget(self, caller: SimulatedProcess) -> None:
+        """Tell a caller nothing more."""
+        self._watches = [one for one in self._watches if one[0] is not caller]
 
     def wake(self) -> None:
         """Wake all that wait for a change."""
@@ -69,19 +91,55 @@ class Membership:
         finally:
             timer.cancel()
 
-    def _tell(self) -> None:
-        ids = frozenset(self._serving)
-        for router, watch in self._watches:
-            router.process.call(watch.members_changed, ids)
+    def tell(self) -> None:
+        """Have all callers know who is there."""
+        if self.blind:
+            return
+        self._known = dict(self._serving)
+        ids = frozenset(self._known)
+        for caller, watch in self._watches:
+            caller.call(watch.members_changed, ids)
         self.wake()
+
+
+class Orders(OrderBook):
+    """The order to sleep or to wake, in the control store. watched: called with each. blind: as of `Membership`."""
+
+    def __init__(self) -> None:
+        self.blind = False
+        self.watched: list[tuple[SimulatedProcess, Callable[[SleepOrder], None]]] = []
+        self._order = SleepOrder()
+
+    def read(self) -> SleepOrder:
+        """See `OrderBook.read`."""
+        if self.blind:
+            raise ApiError("internal_error", "the control store does not answer", status=503)
+        return self._order
+
+    def write(self, order: SleepOrder) -> None:
+        """See `OrderBook.write`."""
+        self.read()
+        self._order = order
+        self.tell()
+
+    def watch(self, process: SimulatedProcess, obey: Callable[[SleepOrder], None]) -> None:
+        """Tell a process of the order, now and whenever another one is given."""
+        self.watched.append((process, obey))
+        self.tell()
+
+    def tell(self) -> None:
+        """Have all who watch know the order in force."""
+        loop = asyncio.get_running_loop()
+        for process, obey in self.watched if not self.blind and self._order.ticket else ():
+            loop.call_soon(obey, self._order, context=process.context.copy())
 
 
 @dataclass
 class LeaseHandle:
-    """A router's handle of the replica deployment, as far as `ReplicaDirectory` uses one."""
+    """A caller's handle of a deployment, as far as its register of copies uses one."""
 
-    membership: Membership
-    router: RouterLife
+    membership: Membership[Any]
+    caller: SimulatedProcess
     deployment_name: str = "replicas"
 
     def options(self, stream: bool) -> LeaseHandle:
@@ -93,36 +151,35 @@ class LeaseHandle:
         """The method."""
         return self
 
-    def remote(self, router_id: str, node: str, watch: ReplicaWatch) -> Lease:
+    def remote(self, caller_id: str, node: str, watch: ReplicaWatch) -> Lease:
         """Call it."""
-        return Lease(self.membership, self.router, watch)
+        return Lease(self.membership, self.caller, watch)
 
 
 class Lease:
-    """The stream that answers a lease call: the replica's announcement, then nothing until it ends."""
+    """The stream that answers a lease call: the copy's announcement, then nothing until it ends."""
 
-    def __init__(self, membership: Membership, router: RouterLife, watch: ReplicaWatch) -> None:
+    def __init__(self, membership: Membership[Any], caller: SimulatedProcess, watch: ReplicaWatch) -> None:
         self._membership = membership
-        self._router = router
+        self._caller = caller
         self._watch = watch
-        self._life: ReplicaLife | None = None
+        self._life: Member | None = None
 
     def __aiter__(self) -> Lease:
         return self
 
-    async def __anext__(self) -> Announcement:
+    async def __anext__(self) -> Any:
         if self._life is not None:
             await self._life.over.wait()
-            raise RuntimeError("the replica has ended")
+            raise RuntimeError("the copy has ended")
         serve = self._membership
-        serve.watch(self._router, self._watch)
+        serve.watch(self._caller, self._watch)
         while True:
             fresh = [life for life in serve.members if life.name not in self._watch.known]
             # Serve asks those it chooses from how much they have to do, and takes none that does not answer.
             self._life = next((life for life in fresh if life.process.runs), None)
             if self._life is not None:
-                address = LinkAddress(self._life.name, 1, "")
-                return Announcement(self._life.name, address, {}, BLOCKS * BLOCK, (1,))
+                return self._life.announcement
             if not serve.members:
                 serve.called()
             await serve.changed_or(LOOK_SECONDS)
@@ -140,7 +197,7 @@ class Autoscaler:
     def __init__(
         self,
         config: ClusterConfig,
-        membership: Membership,
+        membership: Membership[ReplicaLife],
         later: Callable[[float, Callable[[], None]], None],
         go_to: Callable[[int], None],
         now: Callable[[], float],

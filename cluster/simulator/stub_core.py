@@ -53,6 +53,11 @@ class StubCore(EngineCore):
         return bool(self._sequences)
 
     @property
+    def is_sleeping(self) -> bool:
+        """Never: it has no memory to give back."""
+        return False
+
+    @property
     def request_ids(self) -> set[str]:
         """Of what runs or waits."""
         return {sequence.request.request_id for sequence in self._sequences}

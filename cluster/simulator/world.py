@@ -11,15 +11,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
 
+from starlette.types import ASGIApp
+
+from cluster.ingress import router_link
 from cluster.ingress.guard import RouterLossGuard
 from cluster.openai.served_model import ServedModel
 from cluster.simulator import checks
 from cluster.simulator.answers import GONE, WHOLE, Answer, Scene
-from cluster.simulator.clients import HttpClient, ServeProxy, ask_dispatcher
+from cluster.simulator.clients import HttpClient, KeptClient, ServeProxy, ask_dispatcher
 from cluster.simulator.fleet import NOTICE, Fleet
 from cluster.simulator.history import (
     Arrive,
+    Blind,
     Cut,
+    Delete,
     Drain,
     EngineDies,
     Event,
@@ -28,12 +33,15 @@ from cluster.simulator.history import (
     Leap,
     LetGo,
     Partition,
+    SetClock,
+    Sleep,
     Slow,
     Stop,
 )
 from cluster.simulator.lives import RouterLife
-from cluster.simulator.process import SimulatedLoop, SimulatedProcess, StuckError
+from cluster.simulator.process import PROCESS, SimulatedLoop, SimulatedProcess, StuckError
 
+PIECE = 64  # bytes of a body in one frame, so that all answers are cut as the largest are
 LINKED = 0.2  # seconds in which the first links are made, before the first event
 PATIENCE = 400.0  # seconds after the last event in which every answer must have ended
 SETTLED = 15.0  # seconds after the last answer in which nothing may be left: above `ReplicaTimes.router_timeout`
@@ -60,7 +68,7 @@ class World(Scene):
         self.loop = loop
         self.holder: SimulatedProcess
         self.proxy: ServeProxy
-        self.guard: RouterLossGuard
+        self.front: ASGIApp
 
     async def run(self) -> None:
         """Let it happen."""
@@ -74,7 +82,20 @@ class World(Scene):
             checks.after_event(self)
         await self._all_end()
         await self._settle()
+        await self._look_for_deleted()
         checks.at_end(self)
+
+    async def _look_for_deleted(self) -> None:
+        """Note what was deleted and is there again once all ways are open."""
+        if any(answer.deleted for answer in self.answers):
+            await asyncio.sleep(max(0.0, self.fleet.network.open_from - self.loop.now) + checks.RECOVERY)
+        for answer in self.answers:
+            if answer.deleted and await self.holder.spawn(KeptClient(self, answer).is_there(self.front)):
+                self.violations.append(f"{answer.name} was deleted, and is there again")
+
+    def _delete(self, event: Delete) -> None:
+        if event.answer < len(self.answers) and (answer := self.answers[event.answer]).kept_as:
+            self.holder.spawn(KeptClient(self, answer).delete(self.front))
 
     async def _all_end(self) -> None:
         until = self.loop.now + PATIENCE
@@ -103,7 +124,10 @@ class World(Scene):
     def _start_holder(self) -> None:
         self.holder = self.fleet.new_process("holder")
         self.proxy = ServeProxy(self.fleet)
-        self.guard = self.holder.call(RouterLossGuard, self.proxy, self.loop.time)
+        if self.history.gateway:
+            self.front = self.fleet.new_gateway(self.holder)
+        else:
+            self.front = self.holder.call(RouterLossGuard, self.proxy, self.loop.time)
 
     def _apply(self, event: Event) -> None:
         match event:
@@ -118,8 +142,14 @@ class World(Scene):
                     self.fleet.let_go(self.fleet.routers[slot], event.protocol)
             case Stop(process=slot):
                 self._stop(self.fleet.process(slot), event)
-            case Leap(process=slot):
+            case Leap(process=slot) | SetClock(process=slot):
                 self._leap(self.fleet.process(slot), event)
+            case Delete():
+                self._delete(event)
+            case Sleep():
+                self.fleet.sleep(event)
+            case Blind():
+                self.fleet.blind(event.seconds)
             case _:
                 self._disturb(event)
 
@@ -136,6 +166,10 @@ class World(Scene):
     def _disturb(self, event: Cut | Partition | Slow) -> None:
         """Do something to the way between a router and a replica."""
         fleet, ends, seconds = self.fleet, (event.router, event.replica), 0.0
+        if event.replica == "holder":
+            fleet.router_losses += 1  # for its clients, if it takes long
+            for life in fleet.all_routers:
+                life.apart |= life.slot == event.router and not life.process.dead
         match event:
             case Cut():
                 fleet.network.cut(*ends)
@@ -150,14 +184,18 @@ class World(Scene):
     def _kill(self, event: Kill) -> None:
         fleet, slot = self.fleet, event.process
         if slot == "holder":
-            self._kill_holder()
+            self._kill_holder(event)
         elif slot in fleet.replicas:
             fleet.kill_replica(fleet.replicas[slot], event.back, event.silently)
         elif slot in fleet.routers:
             self._kill_router(fleet.routers[slot], event)
 
-    def _leap(self, process: SimulatedProcess | None, event: Leap) -> None:
-        if process is not None and not process.dead:
+    def _leap(self, process: SimulatedProcess | None, event: Leap | SetClock) -> None:
+        if process is None or process.dead:
+            return
+        if isinstance(event, SetClock):
+            process.ahead += event.seconds
+        else:
             process.leap(event.seconds)
             self.fleet.down((event.process,), 0.0)
 
@@ -175,9 +213,11 @@ class World(Scene):
             if answer.router is life and not answer.ends:
                 self.end(answer, GONE)
 
-    def _kill_holder(self) -> None:
+    def _kill_holder(self, event: Kill) -> None:
         self.holder.kill()
         self.fleet.after(NOTICE, self.proxy.died)
+        self.fleet.router_set.forget(self.holder)
+        self.fleet.network.died(self.holder, event.silently)
         for answer in self.answers:
             if not answer.ends:
                 self.end(answer, GONE)
@@ -187,7 +227,8 @@ class World(Scene):
         answer = Answer(asked, f"r{len(self.answers)}", began=self.loop.now)
         self.answers.append(answer)
         if self.history.ingress:
-            answer.task = self.holder.spawn(HttpClient(self, answer).ask(self.guard))
+            client = KeptClient if asked.kept else HttpClient
+            answer.task = self.holder.spawn(client(self, answer).ask(self.front))
             return
         routers = [life for life in self.fleet.routers.values() if not life.process.dead]
         if not routers:
@@ -213,7 +254,8 @@ class _Errors(logging.Handler):
 @contextmanager
 def entropy(seed: int, loop: SimulatedLoop) -> Iterator[None]:
     """Have ids and the time of day come from the history."""
-    rng, before = Random(seed), (secrets.token_hex, secrets.randbits, time.time)
+    rng = Random(seed)
+    before = secrets.token_hex, secrets.randbits, secrets.token_urlsafe, time.time, time.monotonic
 
     def token_hex(nbytes: int | None = None) -> str:
         size = nbytes or 32
@@ -221,11 +263,19 @@ def entropy(seed: int, loop: SimulatedLoop) -> Iterator[None]:
 
     secrets.token_hex = token_hex
     secrets.randbits = rng.getrandbits  # type: ignore[assignment]
-    time.time = lambda: 1.7e9 + loop.now
+    secrets.token_urlsafe = token_hex
+
+    def time_of_day() -> float:
+        process = PROCESS.get()
+        return 1.7e9 + loop.now + (0.0 if process is None else process.ahead)
+
+    time.time, time.monotonic = time_of_day, loop.time
+    piece, router_link.PIECE = router_link.PIECE, PIECE
     try:
         yield
     finally:
-        secrets.token_hex, secrets.randbits, time.time = before
+        secrets.token_hex, secrets.randbits, secrets.token_urlsafe, time.time, time.monotonic = before
+        router_link.PIECE = piece
 
 
 def run(history: History, record: str | None = None, model: ServedModel | None = None) -> Outcome:

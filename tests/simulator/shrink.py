@@ -9,7 +9,8 @@ from typing import Any
 from cluster.simulator.history import Arrive, Drain, Event, History
 
 PLAIN: dict[str, Any] = {"pace": 0.0, "leaves": None, "choices": 1, "prompt": 2, "silently": False,
-    "timeout": None, "seeded": True, "chat": False, "limited": False, "protocol": 1}  # fmt: skip
+    "timeout": None, "seeded": True, "chat": False, "limited": False, "kept": False,
+    "upload": False, "protocol": 1}  # fmt: skip
 MOST_RUNS = 600
 
 
@@ -45,6 +46,10 @@ def _shorter(history: History) -> Iterator[History]:
         yield replace(history, scaling=None)
     if history.quota is not None:
         yield replace(history, quota=None)
+    if history.clocks:
+        yield replace(history, clocks=0.0)
+    if history.gateway:
+        yield replace(history, gateway=False)
     for number, event in enumerate(history.events):
         for plainer in _plainer(event):
             events = (*history.events[:number], plainer, *history.events[number + 1 :])
