@@ -17,10 +17,12 @@
 static float scale_of(const elem *x, long size, float eps) {
     vec sum[PARTS] = {{0}};
     float total = 0;
-    for (long i = 0; i < size; i += LANES) {
-        vec each = load(x + i);
-        sum[i / LANES % PARTS] = fused(each, each, sum[i / LANES % PARTS]);
-    }
+    for (long i = 0; i < size; i += PARTS * LANES)
+        for (int part = 0; part < PARTS; part++) /* told apart by a constant, so that all are in registers */
+            if (i + part * LANES < size) {
+                const vec each = load(x + i + part * LANES);
+                sum[part] = fused(each, each, sum[part]);
+            }
     vec all = (sum[0] + sum[1]) + (sum[2] + sum[3]);
     for (int i = 0; i < LANES; i++) total += all[i];
     return 1.0f / sqrtf(total / (float)size + eps);
