@@ -252,11 +252,15 @@ def _by_gateway(rng: Random, asked: Arrive) -> Arrive:
 
 
 def _of_gateway(rng: Random, real_engine: bool) -> list[Event]:
-    """Return a sleep of the model, or nothing."""
+    """Return departures of routers, one after the other, while a long prompt is computed; or a sleep of the model."""
     if real_engine and rng.random() < 0.6:
         level, mode = rng.choice((1, 2)), rng.choice(("keep", "wait", "abort"))
         return [Sleep(_time(rng, FAULTS), rng.choice((0.3, 2.0)), level, mode, rng.choice((1, level)))]
-    return []
+    if rng.random() < 0.9:
+        return []
+    pause = rng.uniform(0.8, 1.6)
+    goes = [LetGo(round(0.2 + pause * i, 4), "router-0") for i in range(rng.randint(3, 8))]
+    return [Arrive(0.1, rng.getrandbits(30), prompt=rng.choice((1000, 3900)), tokens=3, timeout=None), *goes]
 
 
 def _deleting(rng: Random, events: list[Event]) -> list[Event]:

@@ -348,4 +348,50 @@ FAILED: dict[str, History] = {
             Arrive(at=0.6, seed=6),
         ),
     ),
+    "routers left one after the other while a long prompt was computed: router_lost": History(
+        seed=1,
+        routers=1,
+        replicas=2,
+        ingress=True,
+        gateway=True,
+        events=(
+            Arrive(at=0.1, seed=5, prompt=3900, tokens=4),
+            *(LetGo(at=0.2 + 1.4 * i, process="router-0") for i in range(6)),
+        ),
+    ),
+    "a router died in the middle of an event, and a comment was written into it": History(
+        seed=1,
+        routers=1,
+        replicas=1,
+        ingress=True,
+        gateway=True,
+        events=(
+            Arrive(at=0.1, seed=5, tokens=24),
+            Slow(at=0.1, router="router-0", replica="holder", delay=0.03, seconds=3.0),
+            Kill(at=1.0, process="router-0", back=8.0),
+        ),
+    ),
+    "a router fell silent before its first word, and nobody left it": History(
+        seed=1,
+        routers=2,
+        replicas=2,
+        ingress=True,
+        gateway=True,
+        events=(
+            *(Arrive(at=0.2 + i / 100, seed=5 + i, prompt=200) for i in range(4)),
+            Partition(at=0.24, router="router-0", replica="holder", seconds=1000.0),
+        ),
+    ),
+    "a router fell silent, and who sent files waited for it without end": History(
+        seed=1,
+        routers=2,
+        replicas=2,
+        ingress=True,
+        gateway=True,
+        events=(
+            *(Arrive(at=0.1 + i / 100, seed=5 + i, upload=True) for i in range(4)),
+            Partition(at=0.24, router="router-0", replica="holder", seconds=1000.0),
+            *(Arrive(at=0.3 + i / 100, seed=9 + i, upload=i % 2 == 0) for i in range(4)),
+        ),
+    ),
 }
