@@ -273,7 +273,7 @@ def _explained(world: Scene, answer: Answer, code: str) -> bool:
 
 def _can_end_as(world: Scene, answer: Answer, code: str) -> bool:
     fleet = world.fleet
-    if code in UNAVAILABLE and (was_out(world, answer) or _waited_by_a_leapt_clock(world, answer)):
+    if code in UNAVAILABLE and (fleet.slept or was_out(world, answer) or _waited_by_a_leapt_clock(world, answer)):
         return True
     explained = {
         ASLEEP: fleet.slept,

@@ -65,7 +65,7 @@ class HttpClient:
         async def receive() -> Message:
             if sent:
                 return sent.pop()
-            await hung_up
+            await asyncio.shield(hung_up)
             return {"type": "http.disconnect"}
 
         async def send(message: Message) -> None:

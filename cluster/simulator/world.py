@@ -38,7 +38,7 @@ from cluster.simulator.history import (
     Slow,
     Stop,
 )
-from cluster.simulator.lives import RouterLife
+from cluster.simulator.lives import CONFIG, RouterLife
 from cluster.simulator.process import PROCESS, SimulatedLoop, SimulatedProcess, StuckError
 
 PIECE = 64  # bytes of a body in one frame, so that all answers are cut as the largest are
@@ -110,7 +110,8 @@ class World(Scene):
             self.violations.append(f"{late} have no end after {PATIENCE:g} s")
 
     async def _settle(self) -> None:
-        until = self.loop.now + SETTLED
+        kept = any(answer.asked.kept for answer in self.answers)  # whose client need not be there
+        until = self.loop.now + SETTLED + (CONFIG.router_wait if kept else 0.0)
         await asyncio.sleep(0.05)
         while self.loop.now < until and (checks.left_over(self) or self._stands_still()):
             await asyncio.sleep(0.5)
@@ -291,7 +292,11 @@ def run(history: History, record: str | None = None, model: ServedModel | None =
     asyncio.set_event_loop(loop)
     try:
         with entropy(history.seed, loop):
-            world = loop.run_until_complete(_run(history, loop, record, model))
+            world = World(history, loop, record, model)
+            try:
+                loop.run_until_complete(world.run())
+            except StuckError as error:
+                world.violations.append(str(error))
             turns, seconds = loop.turns, loop.now
             world.fleet.close_records()
             loop.abandon()
@@ -303,12 +308,3 @@ def run(history: History, record: str | None = None, model: ServedModel | None =
     whole = sum(answer.ends == [WHOLE] for answer in world.answers)
     ends = tuple(end for answer in world.answers for end in answer.ends)
     return Outcome(len(world.answers), whole, ends, tuple(violations), seconds, turns, checks.trace_of(world))
-
-
-async def _run(history: History, loop: SimulatedLoop, record: str | None, model: ServedModel | None) -> World:
-    world = World(history, loop, record, model)
-    try:
-        await world.run()
-    except StuckError as error:
-        world.violations.append(str(error))
-    return world
