@@ -24,6 +24,7 @@ ROUTER_WAIT = "squadron.router_wait"  # key of the first one: seconds that an an
 ASKS = "squadron.asks"  # key of one of a router that may have been left: when it asks, by its own clock
 LISTENS = "squadron.listens"  # type of the answer to one that was not left: `asked_at`, as it came
 LETS_GO = "squadron.lets_go"  # key of a router's last message of an answer that another one is to go on with
+NO_ROUTER = "squadron.no_router"  # type of a gateway's message to itself while an exchange waits for a first router
 UNKEPT = "squadron.unkept"  # type of the ingress' message that it has no room to keep the answer any more
 KEEPS = "squadron.keeps"  # key of the scope of a request whose ingress keeps what it is told
 CONTINUES = "squadron.continues"  # key of the scope of a request that is asked again: a `dict` of the next two

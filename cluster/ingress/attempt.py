@@ -17,7 +17,7 @@ from msgspec import DecodeError, json
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Scope
 
-from cluster.answer_log import ASKS, KEPT, LEASE, LETS_GO, LISTENS, ROUTER_WAIT, TICK, UNKEPT
+from cluster.answer_log import ASKS, KEPT, LEASE, LETS_GO, LISTENS, NO_ROUTER, ROUTER_WAIT, TICK, UNKEPT
 from cluster.client_id import SERVERS_NAME
 from cluster.ingress.exchange import Exchange
 
@@ -127,8 +127,11 @@ class Attempt:
     async def _send(self, message: Message) -> None:
         if not self._believed or self._exchange.stalled:
             return
+        self._quiet = 0
+        if message["type"] == NO_ROUTER:
+            return
         self._take_note(message)
-        self._quiet, self._sending = 0, True
+        self._sending = True
         if message["type"] == "http.response.start":
             self._start(message)
         elif message["type"] == "http.response.body" and not self._unanswered:
