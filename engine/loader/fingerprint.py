@@ -45,6 +45,7 @@ ROOT = Path(__file__).parents[2]
 COMPUTING = ("engine", "parallel")  # packages
 # What draws a token from given logits: another version of it draws others, however exact the logits are.
 DRAWING = (
+    "engine/sampling/device_rules.py",
     "engine/sampling/gumbel.py",
     "engine/grammar",
     "engine/kernels/draw.c",

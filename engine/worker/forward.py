@@ -161,7 +161,9 @@ class Forward:
     def _logs(self, inputs: StepInputs) -> TokenLogs:
         ids = self._over.cache.token_ids
         if self._buffers is None:
-            return TokenLogs(ids, torch.from_numpy(inputs.block_tables), np.arange(inputs.num_reqs, dtype=np.int32))
+            tables = inputs.block_tables
+            tables = tables if tables.flags.writeable else tables.copy()  # as torch shares no others
+            return TokenLogs(ids, torch.from_numpy(tables), np.arange(inputs.num_reqs, dtype=np.int32))
         return TokenLogs(ids, self._buffers.table, rows_of(inputs.slots, inputs.num_reqs))
 
     def _layers(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:

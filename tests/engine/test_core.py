@@ -358,7 +358,7 @@ STAGES = [
     (Slots, "part", lambda args: args[0].request.request_id == "bad"),
     (Updater, "_end_if_done", lambda args: args[0].request.request_id == "bad"),
     (SamplingTable, "write", lambda args: args[1].request.request_id == "bad"),
-    (SamplingBuilder, "_completing", lambda args: True),
+    (SamplingBuilder, "_endings", lambda args: True),
     (NoEnd, "fill", lambda args: True),
     (NoEnd, "accept", lambda args: True),
     (prompt_results, "_prompt_logprobs", lambda args: True),
@@ -379,7 +379,7 @@ def test_a_host_side_failure_leaves_31_others_exact(owner, stage, strikes, monke
     monkeypatch.setattr(owner, stage, faulty)
     bystanders = [request(f"r{i}", 1 + i % 9, seed=i, n=1 + i % 2, temperature=1.0) for i in range(31)]
     driver = Driver(num_blocks=256, max_num_seqs=64, max_num_batched_tokens=64)
-    rules = {"bad_words": "x", "bad_words_ids": ((1, 2),), "prompt_logprobs": 0, "structured": ANYTHING}
+    rules = {"bad_words": "x", "bad_words_ids": ((1, 2), (1, 2, 3)), "prompt_logprobs": 0, "structured": ANYTHING}
     bad = request("bad", (13, 12, 11, 10, 9), n=2, max_tokens=9, **rules)
     with caplog.at_level(logging.CRITICAL, "engine"):
         for one in bystanders[:13]:

@@ -262,7 +262,7 @@ def test_layers_of_cohere2_with_a_window_are_rotated_and_those_that_see_all_are_
     silent = {"layer_types": None, "num_hidden_layers": 8}
     assert rotated_and_window(built("cohere2", **silent)) == [near, near, near, seen] * 2
     assert rotated_and_window(built("cohere2", **silent, sliding_window_pattern=2)) == [near, seen] * 4
-    assert rotated_and_window(built("cohere2", sliding_window=256)) == [(True, 0), seen, (True, 0)]
+    assert rotated_and_window(built("cohere2", sliding_window=512)) == [(True, 0), seen, (True, 0)]
 
 
 @pytest.mark.parametrize(("name", "theta"), [("cohere_variant", 5e5), ("cohere2_variant", 1e4)])
