@@ -241,7 +241,11 @@ def _structured(given: Any) -> StructuredOutput:
     ((name, value),) = said.items()
     if name == "json_object":
         return StructuredOutput("json_object")
-    return StructuredOutput(STRUCTURED_KINDS[name], value if isinstance(value, str) else json.dumps(value))
+    try:
+        text = value if isinstance(value, str) else json.dumps(plain(value))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"structured_outputs.{name} is no JSON: {error}", "structured_outputs") from None
+    return StructuredOutput(STRUCTURED_KINDS[name], text)
 
 
 def _check_integer(name: str, value: Any, low: int, high: int) -> None:
@@ -283,7 +287,7 @@ def _token_ids(value: Sequence[int] | None, name: str, most: int) -> tuple[int, 
 
 
 def _biases(value: Mapping[int, float] | Sequence[tuple[int, float]] | None) -> tuple[tuple[int, float], ...]:
-    pairs = tuple(value.items()) if isinstance(value, Mapping) else tuple(value or ())
+    pairs = tuple([(plain(token), plain(bias)) for token, bias in dict(value or ()).items()])
     if len(pairs) > MAX_BIASES:
         raise InvalidRequestError(f"logit_bias takes at most {MAX_BIASES} ids, not {len(pairs)}", "logit_bias")
     for token, bias in pairs:

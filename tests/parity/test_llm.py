@@ -21,7 +21,7 @@ from engine.device.topology import allowed_cpus
 from engine.errors import CheckpointError, ConfigError, EngineDeadError, InvalidRequestError, PromptTooLongError
 from engine.llm import LLM
 from engine.sampling.sharded_draw import pack_draws
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingParams, StructuredOutput
 from tests import tiny_tokenizer
 from tests.parity.tiny_models import make, oracle_logits, prompts
 
@@ -272,6 +272,10 @@ def test_parameters_of_vllms_scripts_are_taken(llm):
     numbers = {"temperature": numpy.float64(0), "max_tokens": numpy.int64(6), "stop_token_ids": numpy.array([2])}
     plain = {"temperature": 0.0, "max_tokens": 6, "stop_token_ids": [2]}
     assert SamplingParams(**numbers) == SamplingParams(**plain, output_kind=SimpleNamespace(name="FINAL_ONLY"))
+    biased = SamplingParams(logit_bias={numpy.int64(5): numpy.float32(2)})  # and where an id is there twice, the last
+    assert biased == SamplingParams(logit_bias=((5, 1.0), (5, 2.0))) == SamplingParams(logit_bias={5: 2.0})
+    choice = {"choice": numpy.array(["a", "b"])}
+    assert SamplingParams(structured_outputs=choice).structured == StructuredOutput("choice", '["a", "b"]')
     params = SamplingParams(**plain)
     (whole,), (bare,) = (llm.generate([prompt], replace(params, detokenize=makes)) for makes in (True, False))
     assert (tokens_of([whole]), bare.outputs[0].text) == (tokens_of([bare]), "")
@@ -355,6 +359,7 @@ def test_arguments_of_vllms_llm_are_taken_or_answered_as_flags_are(folder, oracl
         ({"extra_args": {"a": 1}}, "extra_args holds a, which nothing takes"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "exactly one of json, regex"),
         ({"structured_outputs": SimpleNamespace()}, "exactly one of json, regex"),
+        ({"structured_outputs": {"json": {"a": {1}}}}, "structured_outputs.json is no JSON"),
     ],
 )
 def test_parameters_that_cannot_be_met_are_named(given, told):
