@@ -139,10 +139,13 @@ class Exchange:
         return self._keeps and (not self.started or (self.kind in STREAMS and self._notes.count > 0))
 
     @property
-    def of_api(self) -> bool:
-        """Whether it goes by its path to a router; what else passes Serve's proxy may be for another app."""
-        path = self._scope["path"]
-        return CALL in self._scope or "/v1/" in path or path.endswith(ENDS_OF_REPEATED)
+    def prefix(self) -> str | None:
+        """What its path has before that of the API; None where it has none of that."""
+        path: str = self._scope["path"]
+        before, of_api, _ = path.partition("/v1/")
+        if of_api:
+            return before
+        return next((path.removesuffix(end) for end in ENDS_OF_REPEATED if path.endswith(end)), None)
 
     @property
     def streams_events(self) -> bool:
