@@ -223,7 +223,7 @@ class AnswerKeeper:
         if copy is None or copy.tenant != said.tenant:
             return
         if said.owner is None:
-            if copy.epoch <= said.epoch:
+            if copy.epoch <= said.epoch and copy.born == said.born:
                 if copy.session is not None:
                     copy.session.send(Superseded(said.name, said.epoch + 1))
                 self._drop(said.name)

@@ -289,3 +289,14 @@ async def test_a_router_takes_back_its_own_copy_alone() -> None:
     lab.keep(two)
     assert lab.fetch(two).owner == "two"
     assert not one.told
+
+
+async def test_what_a_router_says_of_a_deleted_answer_ends_no_other_one_under_its_key() -> None:
+    """It was cut off, and speaks before it hears that its answer was deleted."""
+    lab = Lab("one", "two")
+    one, two = lab.routers
+    lab.keep(one, born="2")
+    lab.keeper.take(two, Forget("resp_1", "ann", 3, None, "1"))  # type: ignore[arg-type]
+    assert lab.fetch(two).owner == "one" and not one.told
+    lab.keeper.take(two, Forget("resp_1", "ann", 3, None, "2"))  # type: ignore[arg-type]
+    assert lab.fetch(two) == Fetched(7) and one.told == [Superseded("resp_1", 4)]
