@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from deploy.cli import command_watch
+
 PARENT = """
 import ctypes, subprocess, sys, time
 from deploy.cli.processes import Interrupts
@@ -93,3 +95,19 @@ def test_nothing_outlives_a_killed_command(parents: list[Parent]) -> None:
     parents.append(parent := Parent("time.sleep(60)"))
     parent.process.kill()
     assert parent.ended() == (-signal.SIGKILL, "")
+
+
+class Hanging:
+    """A process that a driver holds in the kernel: no signal ends it."""
+
+    pid = 7
+
+    def kill(self) -> None:
+        pass
+
+
+def test_what_cannot_be_killed_is_told_and_not_waited_for(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(command_watch, "marked", lambda mark: [Hanging()])
+    monkeypatch.setattr(command_watch, "KILL_SECONDS", 0.1)
+    command_watch.end("mark", 0.0)
+    assert capsys.readouterr().err == "Error: killed and still there, in the kernel: process 7\n"
