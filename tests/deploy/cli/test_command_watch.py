@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import psutil
@@ -61,6 +62,8 @@ def parents() -> Iterator[list[Parent]]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_deaf_command_ends_when_it_is_told_to(parents: list[Parent], number: signal.Signals) -> None:
     parents.append(parent := Parent("deaf()"))
+    while psutil.Process(parent.process.pid).status() != psutil.STATUS_SLEEPING:
+        time.sleep(0.01)  # it hears until it waits
     parent.process.send_signal(number)
     code, said = parent.ended()
     assert (code, said) == (-signal.SIGKILL, "Stopped; what it had started is ended.\n")
