@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
@@ -31,13 +31,14 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Habits:
-    """What is known of a guard's routers. beats: they say something now and then. alone: nobody else answers.
+    """What is known of a guard's routers, which say something now and then. alone: nobody else answers.
 
-    wait: seconds that an answer may wait for another router, as they say.
+    prefixes: of paths that they have answered; what else passes Serve's proxy may be for another app, also below
+    `/v1/`. wait: seconds that an answer may wait for another router, as they say.
     """
 
-    beats: bool
     alone: bool
+    prefixes: set[str | None] = field(default_factory=set)
     wait: float = ROUTER_WAIT_UNTOLD
 
 
@@ -67,6 +68,7 @@ class Attempt:
         self._believed = True
         self._given_up = self._loop.create_future()
         self.heard = False
+        self._beats = False  # whether it is known to say something now and then
         self._quiet = 0
         self._sending = False
         self._behind = exchange.sent if exchange.started else 0  # bytes that the client has already
@@ -87,7 +89,7 @@ class Attempt:
             while not await self._ends(task):
                 self._quiet += not self._sending  # nothing more is heard while the client reads slowly
                 late = not (self.heard or self._sending or until is None or self._loop.time() <= until)
-                beats = self._habits.beats and (self._habits.alone or self._exchange.of_api)
+                beats = self._beats or self._habits.alone or self._exchange.prefix in self._habits.prefixes
                 self.silent = late or (beats and self._quiet >= LEASE)
                 if self.silent:
                     log.warning("a router says nothing: it is left")
@@ -148,13 +150,15 @@ class Attempt:
             self._asked_at = asked_at
             self._wake()
         if wait is not None:
-            self._habits.beats, self._habits.wait = True, wait
+            self._beats, self._habits.wait = True, wait
 
     def _start(self, message: Message) -> None:
         exchange = self._exchange
         self._asks = message.pop(ASKS_TAKEN, False)
         kind = Headers(raw=message["headers"]).get("content-type", "").partition(";")[0]
         status = message["status"]
+        if self._beats and status == 200 and (prefix := self._exchange.prefix) is not None:
+            self._habits.prefixes.add(prefix)  # not those that clients make up
         plain = kind == "text/plain"  # as Serve's own words are, and no router's
         self.unknown = plain and self._learning and status == 404
         self._unanswered = self.unknown or (plain and status == 503)

@@ -19,7 +19,7 @@ from cluster.error_forms import COUNT_TOKENS, MESSAGES, form_of
 from cluster.ingress.packed_notes import PackedNotes
 
 STALLED = 600.0  # seconds; a client that takes nothing for so long is taken for gone
-MOST_OF_ONE = 32 << 20  # bytes that are kept of one exchange: what was asked and what its routers said
+MOST_OF_ONE = 32 << 20  # bytes that are kept of one exchange, and of what its routers said, as the next one gets it
 MOST_KEPT = 512 << 20  # bytes of all exchanges; what is beyond that is lost with its router
 OF_MESSAGE = 256  # bytes that a kept one takes beside its content
 QUIET = 5.0  # seconds without a byte for a client that waits for another router, until it gets a comment
@@ -27,7 +27,7 @@ END_OF_EVENT = b"\n\n"
 COMMENT = b": waiting for another router\n\n"  # source: WHATWG HTML, server-sent events: clients pass over it
 CALL = "squadron.call"  # key of the scope of a call of gRPC: its `method`, `metadata`, `remaining` seconds
 REPEATED_CALLS = frozenset({"Generate", "Chat", "Embed", "GetModelInfo", "Health", "GetLoad"})
-KEY_HEADERS = (b"authorization", b"x-api-key")
+KEY_HEADERS = (b"authorization", b"x-api-key", "authorization", "x-api-key")  # of HTTP, and in metadata of gRPC
 STREAMS = ("text/event-stream", "application/grpc-web")  # what can be gone on with in the middle
 REPEATED = frozenset(  # a POST that has no effect but its answer
     {
@@ -63,8 +63,13 @@ class KeptBytes:
         self._exchanges: dict[str, list[Exchange]] = {}
 
     def take(self, exchange: Exchange, size: int) -> bool:
-        """Count `size` more bytes of an exchange, negative ones too; one that finds no room is to keep nothing."""
+        """Count `size` more bytes of an exchange, negative ones too; one that finds no room is to keep nothing.
+
+        Room for it may be made of its own: it is the largest of its client.
+        """
         if size > 0 and (exchange.num_kept + size > MOST_OF_ONE or not self._bytes.make_room(exchange.client, size)):
+            return False
+        if size > 0 and exchange.lost:
             return False
         self._bytes.take(exchange.client, size)
         return True
@@ -139,10 +144,13 @@ class Exchange:
         return self._keeps and (not self.started or (self.kind in STREAMS and self._notes.count > 0))
 
     @property
-    def of_api(self) -> bool:
-        """Whether it goes by its path to a router; what else passes Serve's proxy may be for another app."""
-        path = self._scope["path"]
-        return CALL in self._scope or "/v1/" in path or path.endswith(ENDS_OF_REPEATED)
+    def prefix(self) -> str | None:
+        """What its path has before that of the API; None where it has none of that."""
+        path: str = self._scope["path"]
+        before, of_api, _ = path.partition("/v1/")
+        if of_api:
+            return before
+        return next((path.removesuffix(end) for end in ENDS_OF_REPEATED if path.endswith(end)), None)
 
     @property
     def streams_events(self) -> bool:
@@ -190,6 +198,8 @@ class Exchange:
         if self._keeps:
             before = self._notes.size
             self._notes.add(note)
+            if self._notes.length > MOST_OF_ONE:  # the next router would be given more than a message may have
+                self.lose()
             self._keep(self._notes.size - before)
 
     async def pass_on(self, message: Message) -> None:
@@ -233,6 +243,8 @@ class Exchange:
 
     def lose(self) -> None:
         """Keep nothing any more: there is no room, and the answer ends with its router."""
+        if self.lost:
+            return
         self._kept.lost += 1
         if self._kept.lost & (self._kept.lost - 1) == 0:  # each time that they have doubled
             log.warning("no room to keep a request beside its router: %d so far end with theirs", self._kept.lost)
@@ -260,10 +272,11 @@ class Exchange:
 
 def _client_of(scope: Mapping[str, Any]) -> str:
     """Return what tells clients apart: a digest of their key, or their address."""
-    key = next((value for name, value in scope.get("headers", ()) if name in KEY_HEADERS), None)
+    given = scope[CALL]["metadata"] if CALL in scope else scope.get("headers", ())
+    key: bytes | str | None = next((value for name, value in given if name in KEY_HEADERS), None)
     if key is None:
         return str((scope.get("client") or ("",))[0])
-    return blake2b(key, digest_size=16).hexdigest()
+    return blake2b(key.encode() if isinstance(key, str) else key, digest_size=16).hexdigest()
 
 
 def _is_repeated(scope: Mapping[str, Any]) -> bool:

@@ -74,7 +74,7 @@ class RouterLossGuard:
         self._clock = clock
         self._learns_until = clock() + LEARNING
         self._kept = KeptBytes()
-        self._habits = Habits(beats=gateway, alone=gateway)
+        self._habits = Habits(alone=gateway)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one exchange on (ASGI)."""

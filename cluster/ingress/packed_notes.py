@@ -10,17 +10,19 @@ _LENGTH = struct.Struct("<I")
 
 
 class PackedNotes:
-    """Notes in the order in which they came. size: bytes that they take."""
+    """Notes in the order in which they came. size: bytes that they take. length: bytes that they have."""
 
     def __init__(self) -> None:
         self.count = 0
         self.size = 0
+        self.length = 0
         self._packed: list[bytes] = []
         self._tail = bytearray()
 
     def add(self, note: bytes) -> None:
         """Take in one more; `size` may fall by it."""
         self.count += 1
+        self.length += _LENGTH.size + len(note)
         self._tail += _LENGTH.pack(len(note)) + note
         self.size += _LENGTH.size + len(note)
         if len(self._tail) >= PACKED_AT:
@@ -42,6 +44,6 @@ class PackedNotes:
 
     def clear(self) -> None:
         """Drop all."""
-        self.count = self.size = 0
+        self.count = self.size = self.length = 0
         self._packed.clear()
         self._tail.clear()

@@ -147,7 +147,7 @@ class AnswerKeeper:
         former = copy.session
         if former is not None and former is not session and copy.owner != session.link.router_id:
             former.send(Superseded(said.name, said.epoch))
-        if (copy.epoch, copy.owner) != (said.epoch, session.link.router_id):
+        if (copy.epoch, copy.owner, copy.born) != (said.epoch, session.link.router_id, said.born):
             self._count(copy, -sum([len(note) + OF_NOTE for note in copy.notes]))
             copy.notes, copy.end = [], b""
             self._ended[copy.tenant].pop(said.name, None)
@@ -223,7 +223,7 @@ class AnswerKeeper:
         if copy is None or copy.tenant != said.tenant:
             return
         if said.owner is None:
-            if copy.epoch <= said.epoch:
+            if copy.epoch <= said.epoch and copy.born == said.born:
                 if copy.session is not None:
                     copy.session.send(Superseded(said.name, said.epoch + 1))
                 self._drop(said.name)

@@ -54,10 +54,10 @@ class Replays:
         tenant = record.head.tenant
         if self._running[tenant] >= MOST - self.num_running or not self._bytes.make_room(tenant, record.size):
             raise self._refusal()
+        kept = kept_of(record.head)
+        view = AnswerView(record.head, record.log(kept), current=False)  # raises where notes cannot be read
         self.begun += 1
         self._running[tenant] += 1
-        kept = kept_of(record.head)
-        view = AnswerView(record.head, record.log(kept), current=False)
         Following(record, self._copies, kept, view.catch_up)
         self._weigh(view, tenant, record.size)  # now: many may begin before the first of them runs
         task = self._maker.spawn(self._make(record, view))

@@ -212,8 +212,9 @@ class AnswerCopies:
         for said in self._deletions.told(asyncio.get_running_loop().time()):
             self._send(replica, said)
         for name, copied in list(self._records.items()):
-            if copied.record.epoch and copied.homes:
-                self._send(replica, Forget(name, copied.record.head.tenant, copied.record.epoch - 1, None))
+            head, epoch = copied.record.head, copied.record.epoch
+            if epoch and copied.homes:
+                self._send(replica, Forget(name, head.tenant, epoch - 1, None, head.born))
 
     def drop(self, name: str) -> None:
         """See `Copies.drop`."""

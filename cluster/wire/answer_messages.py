@@ -51,13 +51,15 @@ class Fetch(Packed, tag=9, frozen=True):
 class Forget(Packed, tag=10, frozen=True):
     """Drop what `owner` said of an answer of a tenant's in this epoch.
 
-    owner: "" = the router that says this; None = whoever, also in earlier epochs, and is told of it.
+    owner: "" = the router that says this; None = whoever, also in earlier epochs, and is told of it. born: of its
+    head then, for another answer under the same key may have been begun since.
     """
 
     name: Name
     tenant: Name
     epoch: Count
     owner: Name | None = ""
+    born: Name = ""
 
 
 class Deletion(Packed, frozen=True):

@@ -24,6 +24,7 @@ import psutil
 
 MARK = "SQUADRON_COMMAND"  # environment variable of all that a command starts: which one
 GRACE = 3.0  # seconds in which orphans may end by themselves
+KILL_SECONDS = 10.0  # in which what was killed is gone, unless it hangs in the kernel
 STOP_SECONDS = 4.0  # that a command which starts may take to end after a signal
 SIGNALS = bytes((signal.SIGINT, signal.SIGTERM))  # as Python writes them to a wake-up descriptor; in no line of text
 
@@ -73,9 +74,16 @@ def marked(mark: str) -> Iterator[psutil.Process]:
 
 
 def end(mark: str, grace: float) -> None:
-    """Return when no process has the mark; what still runs after `grace` seconds is killed."""
+    """Return when no process has the mark; what still runs after `grace` seconds is killed.
+
+    One that does not die of that, such as in a driver or on a disk that is gone, is told of and left.
+    """
     deadline = time.monotonic() + grace
     while left := list(marked(mark)):
+        if time.monotonic() >= deadline + KILL_SECONDS:
+            pids = ", ".join(str(process.pid) for process in left)
+            print(f"Error: killed and still there, in the kernel: process {pids}", file=sys.stderr, flush=True)
+            return
         if time.monotonic() >= deadline:
             for process in left:
                 with suppress(psutil.NoSuchProcess):

@@ -54,6 +54,16 @@ def test_where_nothing_may_go_a_tenant_within_its_share_is_served_and_the_other_
     assert not Shelf().put("small", MOST + 1)
 
 
+def test_however_many_come_one_after_the_other_they_take_twice_of_it_at_most() -> None:
+    tenants = "abcdefghijklmnopqrstuvwxyz"
+    shelf = Shelf(stays=tenants)
+    for tenant in tenants:
+        assert tenant > "d" or any(shelf.put(tenant, size) for size in range(MOST, 0, -1))
+        any(shelf.put(tenant, size) for size in range(MOST, 0, -1))
+    assert shelf.bytes.num_bytes == 2 * MOST
+    assert shelf.bytes.make_room("d", 0), "what it has within its share it keeps"
+
+
 PUTS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 40)), max_size=60)
 
 

@@ -394,7 +394,7 @@ async def ask_again(
 
     scope = {"type": "http", "method": "POST", "path": path, "headers": []}
     guard = RouterLossGuard(app)
-    guard._wait = router_wait
+    guard._habits.wait = router_wait
     async with asyncio.timeout(30):
         await guard(scope, receive, send)
     return sent
@@ -461,6 +461,32 @@ async def test_a_router_that_says_nothing_is_left_also_before_its_first_word(mon
     assert body_of(await ask_again(BEGUN, [None], [*BEGUN, REST])).endswith(b"data: [DONE]\n\n")
 
 
+@pytest.mark.parametrize("asked_before", ["/v1/chat/completions", "/other/v1/models"])
+async def test_another_app_behind_the_same_proxy_may_be_silent_for_long(monkeypatch, asked_before) -> None:
+    """Also below a `/v1/` of its own, and where a client has asked a router for what is not there."""
+    monkeypatch.setattr("cluster.ingress.attempt.TICK", 0.01)
+
+    async def app(scope, receive, send) -> None:
+        if scope["path"] == asked_before:
+            await send(told(start(status=404 if "other" in asked_before else 200)))
+        else:
+            await asyncio.sleep(0.2)
+            await send(start())
+        await send(part(FRAME, more=False))
+
+    async def receive() -> dict:
+        return await asyncio.Event().wait()
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    sent: list[dict] = []
+    guard = RouterLossGuard(app)
+    for path in (asked_before, "/other/v1/files"):
+        await guard({"type": "http", "method": "POST", "path": path, "headers": []}, receive, send)
+    assert body_of(sent) == 2 * FRAME
+
+
 async def test_a_request_that_kills_every_router_a_little_later_is_given_up() -> None:
     answers = [[told(start()), *[told(part(b"data: %d\n\n" % i)) for i in range(n)]] for n in range(1, 60)]
     sent = await ask_again(*answers)
@@ -470,7 +496,6 @@ async def test_a_request_that_kills_every_router_a_little_later_is_given_up() ->
 
 async def test_nothing_is_kept_of_an_exchange_that_is_over() -> None:
     guard = RouterLossGuard(proxy(*BEGUN, REST))
-    left = guard._budget._left
     sent: list[dict] = []
 
     async def send(message: dict) -> None:
@@ -478,7 +503,7 @@ async def test_nothing_is_kept_of_an_exchange_that_is_over() -> None:
 
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
     await guard(scope, asyncio.Event().wait, send)
-    assert guard._budget._left == left
+    assert guard._kept._bytes.num_bytes == 0
 
 
 @pytest.mark.parametrize("tells", [True, False], ids=["this guard", "one that tells nothing of itself"])

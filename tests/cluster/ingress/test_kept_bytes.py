@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,6 +43,32 @@ def test_a_token_takes_about_five_bytes():
         log.add(0, TokenChunk(0, (token,), fingerprint="f"))
         packed.add(log.take())
     assert packed.size < 5 * 20_000
+
+
+def an_exchange(kept: KeptBytes, **more) -> exchange.Exchange:
+    return exchange.Exchange({**scope(b"k"), **more}, asyncio.Event().wait, asyncio.Event().wait, kept, named=False)
+
+
+@pytest.mark.parametrize("most", ["MOST_KEPT", "MOST_OF_ONE"])
+async def test_what_has_no_room_takes_none(monkeypatch, most):
+    """The largest of its client goes, also where it is the one that asks; what is told again grows without limit."""
+    monkeypatch.setattr(exchange, "MOST_OF_ONE", 1 << 20)
+    kept = KeptBytes(64 << 10 if most == "MOST_KEPT" else 1 << 30)
+    one, notes = an_exchange(kept), Random(1).randbytes(1000) if most == "MOST_KEPT" else bytes(1000)
+    for _ in range(2000):
+        one.keep(notes + Random(2).randbytes(1))
+    assert (one.lost, kept.lost, one.num_kept, kept._bytes.num_bytes) == (True, 1, 0, 0)
+    one.close()
+    assert kept._bytes.num_bytes == 0
+
+
+async def test_calls_of_grpc_go_by_their_keys_as_requests_do():
+    def of(metadata: list[tuple[str, str]]) -> exchange.Exchange:
+        call = {"method": "/s/Generate", "metadata": metadata}
+        return an_exchange(KeptBytes(), **{exchange.CALL: call}, headers=[], client=None)
+
+    assert of([("authorization", "Bearer k")]).client == an_exchange(KeptBytes()).client
+    assert of([("authorization", "Bearer l")]).client != an_exchange(KeptBytes()).client
 
 
 async def test_one_clients_bodies_end_nobody_elses_stream_with_its_router(monkeypatch, caplog):

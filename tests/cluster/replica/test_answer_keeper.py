@@ -289,3 +289,23 @@ async def test_a_router_takes_back_its_own_copy_alone() -> None:
     lab.keep(two)
     assert lab.fetch(two).owner == "two"
     assert not one.told
+
+
+async def test_what_a_router_says_of_a_deleted_answer_ends_no_other_one_under_its_key() -> None:
+    """It was cut off, and speaks before it hears that its answer was deleted."""
+    lab = Lab("one", "two")
+    one, two = lab.routers
+    lab.keep(one, born="2")
+    lab.keeper.take(two, Forget("resp_1", "ann", 3, None, "1"))  # type: ignore[arg-type]
+    assert lab.fetch(two).owner == "one" and not one.told
+    lab.keeper.take(two, Forget("resp_1", "ann", 3, None, "2"))  # type: ignore[arg-type]
+    assert lab.fetch(two) == Fetched(7) and one.told == [Superseded("resp_1", 4)]
+
+
+async def test_what_is_begun_anew_under_a_key_does_not_go_on_behind_what_was_there() -> None:
+    """Its router asked for the former one while nobody could tell."""
+    lab = Lab("one", "two")
+    one, two = lab.routers
+    lab.keep(one, notes=(b"a", b"b"), end=b"end")
+    lab.keep(one, head=b"anew", born="2", notes=(b"x", b"y", b"z"))
+    assert lab.fetch(two) == Fetched(7, "resp_1", 0, b"anew", (b"x", b"y", b"z"), owner="one", owned=True)

@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.types import Receive, Scope, Send
 
@@ -77,6 +78,14 @@ async def test_what_one_tenant_has_given_out_takes_none_of_anothers_share(monkey
         while not view.status:
             await view.changed()
         view.check()
+
+
+async def test_a_copy_that_cannot_be_read_takes_no_place():
+    given = Replays(Tenancy(), NoCopies(), SimpleNamespace())  # type: ignore[arg-type]
+    with pytest.raises(msgspec.MsgspecError):
+        async with given.of(Record(Head("resp_1", "/v1/responses", b"{}", "bob", "1"), [b"of another version"])):
+            pass
+    assert (given.begun, given.num_running, given.num_bytes) == (0, 0, 0)
 
 
 class Ended(NoCopies):

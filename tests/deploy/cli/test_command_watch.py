@@ -5,10 +5,13 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import psutil
 import pytest
+
+from deploy.cli import command_watch
 
 PARENT = """
 import ctypes, subprocess, sys, time
@@ -59,6 +62,8 @@ def parents() -> Iterator[list[Parent]]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_deaf_command_ends_when_it_is_told_to(parents: list[Parent], number: signal.Signals) -> None:
     parents.append(parent := Parent("deaf()"))
+    while psutil.Process(parent.process.pid).status() != psutil.STATUS_SLEEPING:
+        time.sleep(0.01)  # it hears until it waits
     parent.process.send_signal(number)
     code, said = parent.ended()
     assert (code, said) == (-signal.SIGKILL, "Stopped; what it had started is ended.\n")
@@ -93,3 +98,19 @@ def test_nothing_outlives_a_killed_command(parents: list[Parent]) -> None:
     parents.append(parent := Parent("time.sleep(60)"))
     parent.process.kill()
     assert parent.ended() == (-signal.SIGKILL, "")
+
+
+class Hanging:
+    """A process that a driver holds in the kernel: no signal ends it."""
+
+    pid = 7
+
+    def kill(self) -> None:
+        pass
+
+
+def test_what_cannot_be_killed_is_told_and_not_waited_for(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(command_watch, "marked", lambda mark: [Hanging()])
+    monkeypatch.setattr(command_watch, "KILL_SECONDS", 0.1)
+    command_watch.end("mark", 0.0)
+    assert capsys.readouterr().err == "Error: killed and still there, in the kernel: process 7\n"
