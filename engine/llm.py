@@ -19,6 +19,7 @@ from engine.config import EngineConfig, config_fields
 from engine.core import EngineCore
 from engine.errors import ConfigError, EngineAsleepError, InvalidRequestError, PoisonedLogitsError
 from engine.grammar.compile_service import GrammarService
+from engine.loader.checkpoint import TEXT_FILES, find_checkpoint
 from engine.near_name import near_name
 from engine.offline_run import BatchRun, DeferredInterrupt
 from engine.outputs import EmbeddingOutput, RequestOutput, normalised
@@ -119,7 +120,9 @@ class LLM:
             seed=seed,
             **more,
         )
-        self.tokenizer = Tokenizer(config.tokenizer or config.source)
+        # Before the tokenizer: of a model that is not there its error would name a missing tokenizer.
+        folder = find_checkpoint(config.source, TEXT_FILES)
+        self.tokenizer = Tokenizer(config.tokenizer or str(folder))
         self._core, self.info = _engine(config)
         # A closure here would keep this LLM alive.
         vocabulary = partial(self.tokenizer.vocabulary, self.info.vocab_size)

@@ -278,14 +278,14 @@ def _http_error(request: Request, error: Exception) -> Response:
     """Routing's own refusals (404, 405) in the shape that all our errors have."""
     if not isinstance(error, HTTPException):
         raise error
-    if error.status_code == 405:
+    path = request.url.path
+    instead = NOT_HERE.get(path.removeprefix("/v1"))
+    if error.status_code == 405 and instead is None:
         allowed = (error.headers or {}).get("Allow", "another method")
         message = f"{request.method} is not allowed here; use {allowed}"
         return _error(request, ApiError("method_not_allowed", message), dict(error.headers or {}))
-    path = request.url.path
-    instead = NOT_HERE.get(path.removeprefix("/v1"), "/openapi.json lists what there is, /ui is a page")
-    message = f"there is nothing at {path[:200]!r}; {instead}"
-    return _error(request, ApiError("not_found", message, status=error.status_code))
+    message = f"there is nothing at {path[:200]!r}; {instead or '/openapi.json lists what there is, /ui is a page'}"
+    return _error(request, ApiError("not_found", message, status=404))
 
 
 def _inside_error(request: Request, _: Exception) -> Response:

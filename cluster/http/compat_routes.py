@@ -31,6 +31,11 @@ from engine.errors import InvalidRequestError
 NOT_HERE: Mapping[str, str] = {
     "/pooling": "use /v1/embeddings, whose pooling may be last or mean",
     "/classify": "no model that classifies is served: ask for a choice, structured_outputs={'choice': [...]}",
+    "/chat/completions/render": "POST /tokenize takes messages, too",
+    "/completions/render": "use /tokenize",
+    "/inference/v1/generate": "/v1/completions takes token ids as prompt, and gives them with return_token_ids",
+    "/pause": "use /sleep?mode=keep and /wake_up",
+    "/resume": "use /sleep?mode=keep and /wake_up",
     "/audio/transcriptions": "models here read and write text only",
     "/audio/translations": "models here read and write text only",
     "/audio/speech": "models here read and write text only",

@@ -58,7 +58,9 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if not self._finds_room():
-            self._refuse(503, f"this server has {self._max_connections} connections open, and takes no more")
+            most = self._max_connections
+            held = f"{most} connections are held at most, {most // 2} of one address (--max-connections of gateways)"
+            self._refuse(503, f"{held}, and none is idle: try again")
             return
         self._await_headers()
 

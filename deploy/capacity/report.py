@@ -260,7 +260,7 @@ def _utilization(fit: GpuFit) -> tuple[str, str, str]:
 
 
 def _fitting(longest: float) -> str:
-    return "It fits one sequence" if longest < 2 else f"It fits {longest:,.1f} sequences"
+    return "It fits one sequence" if longest < 2 else f"It fits {longest:,.{int(longest < 100)}f} sequences"
 
 
 def _states(fit: GpuFit) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 
 import pytest
@@ -161,6 +162,8 @@ def test_room_for_one_sequence_is_said_with_what_makes_more(folder):
     alone = plan_capacity(EngineConfig(folder(LLAMA_8B), max_model_len=16384), "L4", Wanted())
     assert alone.fit.whole_sequences == 1
     assert "  It fits one sequence of 16,384 tokens at a time." in alone.lines()
+    short = plan_capacity(EngineConfig(folder(LLAMA_8B), max_model_len=64), "H100", Wanted())
+    assert re.search(r"It fits [\d,]+ sequences of 64 tokens", "\n".join(short.lines()))
     (note,) = alone.public()["notes"]
     changes = "--tensor-parallel-size 2 or --quantization fp8 or --quantization int4 or --kv-cache-dtype fp8"
     assert note.endswith(f"More fit with {changes}.")

@@ -324,11 +324,14 @@ def test_bad_batches_are_refused_before_anything_runs(llm, asked, params, error,
     assert len(llm.generate([[5]], GREEDY)) == 1
 
 
-def test_unknown_settings_and_folders_are_named(tmp_path):
+def test_unknown_settings_and_folders_are_named(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="unknown setting max_model_length; did you mean max_model_len"):
         LLM("x", max_model_length=5)
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         LLM(str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match=r"^model: 'no-such/model' is not a folder"):
+        LLM("no-such/model")
 
 
 def test_arguments_of_vllms_llm_are_taken_or_answered_as_flags_are(folder, oracle):

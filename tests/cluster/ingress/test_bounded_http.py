@@ -270,7 +270,9 @@ async def test_an_idle_connection_makes_room_for_a_new_one_and_one_that_is_answe
         third[1].write(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
         while len(server.asked) < 6:
             await asyncio.sleep(0.01)
-        assert (await server.told(b"")).startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+        refused = await server.told(b"")
+        assert refused.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+        assert b"6 connections are held at most, 3 of one address" in refused
         reader, writer = await opened("127.0.0.2")
         writer.write(GET + b"\r\n")
         assert (await reader.readuntil(b"hi")).startswith(b"HTTP/1.1 200 OK\r\n"), "a probe's address has room"
