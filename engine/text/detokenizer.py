@@ -217,7 +217,7 @@ class WindowDecoder(TextDecoder):
         self._window = list(context[-CONTEXT_TOKENS:])  # settled tokens that give context, then the tokens that wait
         self._settled = len(self._window)  # how many tokens of the window are settled
         self._shown = self._decode(self._window)  # text of the window that was returned
-        self._stuck = 0  # tokens since the last one that brought text
+        self._stuck = 0  # tokens since the last one that brought text, from a broken character on
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """See `TextDecoder.feed`."""
@@ -228,7 +228,7 @@ class WindowDecoder(TextDecoder):
         text = self._decode(self._window)
         certain = text if self._stuck >= MAX_STUCK_TOKENS else text.rstrip(REPLACEMENT)
         delta = certain[len(self._shown) :]
-        self._stuck = 0 if delta else self._stuck + 1
+        self._stuck = 0 if delta or not text.endswith(REPLACEMENT) else self._stuck + 1
         if delta and len(certain) == len(text):
             self._window = self._window[self._settled :]
             self._settled = len(self._window)
@@ -237,7 +237,7 @@ class WindowDecoder(TextDecoder):
             self._shown = certain
             if len(self._window) > LONGEST_WINDOW:
                 self._shorten(len(text) - len(certain))
-        elif self._stuck > MAX_STUCK_TOKENS:  # a skipped token, or one that is unknown
+        elif len(self._window) - self._settled > LONGEST_WINDOW:  # a skipped token, or one that is unknown
             del self._window[self._settled]
         return delta
 

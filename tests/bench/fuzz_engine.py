@@ -299,7 +299,7 @@ def _prompt_differences(wish: Wish, alone: Told, together: Told, may_miss: bool)
     if extra := together.prompt.keys() - alone.prompt.keys():
         found.append(f"prompt tokens {sorted(extra)} are scored")
     if alone.pooled is not None and not (together.pooled is None and may_miss):
-        rounding = 0.0 if wish.request.pooling == "last" else 1e-6  # of sums of numbers near 1, however small a mean is
+        rounding = 0.0 if wish.request.pooling == "last" else 1e-6  # of a sum, however small the mean is
         told_state = together.pooled
         if told_state is None or not np.allclose(told_state, alone.pooled, rtol=rounding, atol=rounding):
             found.append(f"the state is {told_state}, not {alone.pooled}"[:MOST_TOLD])

@@ -77,6 +77,14 @@ def test_the_end_of_a_stream_shows_half_a_character_as_the_tokenizer_does():
     assert stream.flush() == BYTE_LEVEL.decode(half) == "\ufffd"
 
 
+@pytest.mark.parametrize("count", [8, 9, 200])
+def test_a_character_after_many_skipped_tokens_is_whole(count):
+    (skipped,) = BYTE_LEVEL.encode(tiny_tokenizer.SPECIAL[0]).ids
+    ids = [*BYTE_LEVEL.encode("a").ids, *[skipped] * count, *BYTE_LEVEL.encode("🚀東").ids]
+    window = TextStream(WindowDecoder(BYTE_LEVEL, True))
+    assert "".join([window.push([token]) for token in ids] + [window.flush()]) == "a🚀東"
+
+
 def test_broken_bytes_for_ever_do_not_hold_the_stream_back():
     broken = BYTE_LEVEL.token_to_id("ÿ")  # byte FF, which no text contains
     stream = TextStream(WindowDecoder(BYTE_LEVEL, True))
