@@ -21,7 +21,7 @@ from cluster.answer_log import ASKS, KEPT, LEASE, LETS_GO, LISTENS, NO_ROUTER, R
 from cluster.client_id import SERVERS_NAME
 from cluster.ingress.exchange import Exchange
 
-LEFT = "squadron.left"  # with it what passes an exchange on is cancelled whose router is left, and not its client gone
+LEFT = "squadron.left"  # what passes an exchange on is cancelled with it where the router is left, not the client
 ASKS_TAKEN = "squadron.tell_taken"  # beside the status of an answer whose router asks for the next
 TAKEN = "squadron.taken"  # type of the message that reports what the client has taken: `bytes` of the body, so far
 TELL_BYTES = 1 << 18  # after so many it is reported, or
