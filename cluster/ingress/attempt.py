@@ -21,6 +21,7 @@ from cluster.answer_log import ASKS, KEPT, LEASE, LETS_GO, LISTENS, NO_ROUTER, R
 from cluster.client_id import SERVERS_NAME
 from cluster.ingress.exchange import Exchange
 
+LEFT = "squadron.left"  # what passes an exchange on is cancelled with it where the router is left, not the client
 ASKS_TAKEN = "squadron.tell_taken"  # beside the status of an answer whose router asks for the next
 TAKEN = "squadron.taken"  # type of the message that reports what the client has taken: `bytes` of the body, so far
 TELL_BYTES = 1 << 18  # after so many it is reported, or
@@ -100,7 +101,7 @@ class Attempt:
                     await self._exchange.comment()
         finally:
             self._believed = False
-            task.cancel()
+            task.cancel(LEFT if self.silent else None)
 
     async def _ends(self, task: asyncio.Future[None]) -> bool:
         done, _ = await asyncio.wait((task, self._given_up), timeout=TICK, return_when=asyncio.FIRST_COMPLETED)

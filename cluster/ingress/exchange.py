@@ -60,7 +60,7 @@ class KeptBytes:
     def __init__(self, most: int = MOST_KEPT) -> None:
         self.lost = 0
         self._bytes = TenantBytes(most, self._evict)
-        self._exchanges: dict[str, list[Exchange]] = {}
+        self._exchanges: dict[str, dict[Exchange, None]] = {}
 
     def take(self, exchange: Exchange, size: int) -> bool:
         """Count `size` more bytes of an exchange, negative ones too; one that finds no room is to keep nothing.
@@ -76,13 +76,12 @@ class KeptBytes:
 
     def add(self, exchange: Exchange) -> None:
         """Take note of an exchange that keeps something."""
-        self._exchanges.setdefault(exchange.client, []).append(exchange)
+        self._exchanges.setdefault(exchange.client, {})[exchange] = None
 
     def remove(self, exchange: Exchange) -> None:
         """Forget an exchange."""
-        mine = self._exchanges.get(exchange.client, [])
-        if exchange in mine:
-            mine.remove(exchange)
+        mine = self._exchanges.get(exchange.client, {})
+        mine.pop(exchange, None)
         if not mine:
             self._exchanges.pop(exchange.client, None)
 

@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from cluster.answer_log import CONTINUES, LEASE, NO_ROUTER, TICK
+from cluster.ingress.attempt import LEFT
 from cluster.ingress.guard import no_router, refuse
 from cluster.ingress.router_link import SILENCE, RouterConnection
 from cluster.wire.frames import HELLO_TIMEOUT
@@ -91,8 +92,9 @@ class KnownRouter:
         try:
             async with self._connection() as connection:
                 await connection.exchange(scope, receive, send)
-        except asyncio.CancelledError:
-            self._avoid()
+        except asyncio.CancelledError as cancelled:
+            if LEFT in cancelled.args:
+                self._avoid()
             raise
         except OSError as error:
             self._avoid()

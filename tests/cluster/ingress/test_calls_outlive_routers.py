@@ -15,6 +15,7 @@ from cluster.grpc_api.forwarded import ForwardedCalls
 from cluster.grpc_api.rpc import exchange
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
+from tests.cluster.cluster_lab import until
 from tests.cluster.ingress.router_lab import RouterLab
 from tests.grpc_client import Told, gathered, refusal_of
 from tests.openai_app import MODEL
@@ -94,3 +95,14 @@ async def test_a_call_is_aborted_whichever_router_has_it(tmp_path):
             await stub.Abort(pb.AbortRequest(request_id=name))
             assert (await refusal_of(call)).code == "aborted"
         assert (await refusal_of(stub.Abort(pb.AbortRequest(request_id=names[0])))).code == "not_found"
+
+
+async def test_a_router_whose_client_leaves_is_taken_for_silent_by_nobody(tmp_path):
+    async with RouterLab(tmp_path, routers=1, pace=0.01, gateway=True) as lab, connected(lab) as stub:
+        (router,) = lab.routers
+        call = stub.Generate(GENERATE)
+        await call.read()
+        assert router.known.load == 1
+        call.cancel()
+        await until(lambda: not router.known.load)
+        assert not router.known.silent
