@@ -25,12 +25,13 @@ from tests.helm.rendered import (
 SERVING = [name for name in VALUES if name != "batch"]
 each_service = pytest.mark.parametrize("name", SERVING)
 # Of what `squadron serve` starts Ray with: put every server on loopback, KubeRay's own way to have tokens, and import
-# Serve in every worker, which in pods others may use as well.
+# Serve in every worker, which in pods others may use as well, and leave processes the mark by which it ends them.
 NOT_IN_PODS = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER",
     "RAY_AUTH_MODE",
     "RAY_worker_niceness",
     "RAY_preload_python_modules",
+    "SPT_NOENV",
 }
 
 

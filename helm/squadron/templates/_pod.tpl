@@ -24,6 +24,7 @@
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO, value: "0"}
 - {name: RAY_kill_worker_timeout_milliseconds, value: "1000"}
+- {name: RAY_prestart_worker_first_driver, value: "0"}
 - {name: RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS, value: "1"}
 - {name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S, value: "0.5"}
 - {name: RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S, value: "1.5"}

@@ -329,14 +329,18 @@ async def test_grpc_refuses_other_models_and_calls_without_one(models):
 
 async def test_grpc_health_is_of_one_model_or_of_any_and_names_none_to_those_without_a_key(models):
     async with Both(models, ready={"beta": False}).grpc(tenancy()) as stub:
-        told = {
-            name: (await stub.Health(pb.HealthRequest(model=name) if name else pb.HealthRequest())).ready
-            for name in ("alpha", "first", "beta", "")
+        assert (await stub.Health(pb.HealthRequest())).ready
+        refusals = [await refusal_of(stub.Health(pb.HealthRequest(model=name))) for name in ("alpha", "gamma")]
+    assert {one.status for one in refusals} == {grpc.StatusCode.UNAUTHENTICATED}
+    assert "alpha" not in refusals[1].message
+    async with Both(models, ready={"beta": False}).grpc() as stub:
+        asked = {name: stub.Health(pb.HealthRequest(model=name)) for name in ("alpha", "first", "beta")}
+        assert {name: (await call).ready for name, call in asked.items()} == {
+            "alpha": True,
+            "first": True,
+            "beta": False,
         }
-        refusal = await refusal_of(stub.Health(pb.HealthRequest(model="gamma")))
-    assert told == {"alpha": True, "first": True, "beta": False, "": True}
-    assert refusal.status == grpc.StatusCode.NOT_FOUND
-    assert "alpha" not in refusal.message
+        assert (await refusal_of(stub.Health(pb.HealthRequest(model="gamma")))).status == grpc.StatusCode.NOT_FOUND
 
 
 async def test_a_failing_model_leaves_the_other_ones_answers_whole(models):
