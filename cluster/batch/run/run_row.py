@@ -30,6 +30,7 @@ from cluster.router.token_log import ChoiceLog, TokenLog
 from cluster.telemetry.metrics import ModelMetrics, RequestTrack
 from cluster.token_source import NO_CONTEXT, CallContext, TokenChunk, TokenSource
 from engine.errors import InvalidRequestError
+from engine.loader.fingerprint import but_for_rounding
 from engine.report import TokenLogprob
 from engine.request import Request
 
@@ -102,9 +103,14 @@ class Answers:
         )
 
     def _signed(self, body: bytes) -> bytes:
-        """Return a JSON object with the fingerprint of the replicas that made it, where OpenAI's clients look."""
+        """Return a JSON object that says which weights and code made it, where OpenAI's clients look.
+
+        Not how they round: that is measured anew by each machine, and the same job is to write the same rows.
+        """
         replicas = self._source.ledger.replicas
-        return body if not replicas else body[:-1] + b',"system_fingerprint":' + json.encode(replicas) + b"}"
+        if not replicas:
+            return body
+        return body[:-1] + b',"system_fingerprint":' + json.encode(but_for_rounding(replicas)) + b"}"
 
 
 def failed(row: int, error: ApiError) -> RowDone:
