@@ -12,10 +12,7 @@ from asyncio.events import Handle, TimerHandle
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from cluster.simulator.sockets import Sockets
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 LAST_TURNS, AGAIN = 120, 30  # in which what is left ends once the history is over, and between two calls to end
@@ -92,10 +89,11 @@ PROCESS: ContextVar[SimulatedProcess | None] = ContextVar("simulated process", d
 class SimulatedLoop(asyncio.BaseEventLoop):
     """Starts at 0 s. Without threads: what would be done in one is done at once.
 
-    failures: exceptions that nobody caught. turns: callbacks so far. sockets: between its processes.
+    failures: exceptions that nobody caught. turns: callbacks so far. sockets: `Sockets` between its
+    processes.
     """
 
-    sockets: Sockets
+    sockets: Any
 
     ready: deque[Handle]
 
