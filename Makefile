@@ -20,6 +20,8 @@ EXTRAS ?= test,lint
 BIN := $(abspath $(VENV))/bin
 ALONE := tests/chaos/test_nodes.py tests/chaos/test_serve_process.py
 WITHOUT_RAY := $(addprefix tests/,engine parallel cluster deploy bench clients parity helm ui docs)
+# What a CPU with AVX2 alone computes otherwise, torch and oneDNN included.
+AS_AVX2 := tests/engine/kernels/test_onednn.py tests/parity/test_native_attention.py
 STAMP := $(VENV)/.installed-$(subst $() ,,$(EXTRAS))
 
 # Tests start hundreds of processes: each would compile this repository anew where bytecode is not kept.
@@ -49,6 +51,9 @@ ifdef ARGS
 	"$(BIN)/python" -m pytest $(ARGS)
 else
 	"$(BIN)/python" -m pytest $(WITHOUT_RAY) --numprocesses 2 --dist loadfile --durations=20 --durations-min=5
+ifeq ($(shell uname -m),x86_64)
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 SQUADRON_CPU_ISA=avx2 "$(BIN)/python" -m pytest $(AS_AVX2)
+endif
 	"$(BIN)/python" -m pytest $(addprefix --ignore=,$(WITHOUT_RAY) $(ALONE)) --numprocesses 2 --dist loadfile \
 	  --no-loadscope-reorder --durations=40 --durations-min=5
 	"$(BIN)/python" -m pytest $(ALONE)

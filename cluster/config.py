@@ -17,6 +17,7 @@ from cluster.config_values import (
     HAPROXY,
     INGRESSES,
     LOG_FORMATS,
+    MAX_CONNECTIONS,
     MAX_FILE_BYTES,
     METRICS_COMPATS,
     MIGRATIONS,
@@ -168,7 +169,8 @@ class ClusterConfig(ServedModelConfig):
     enable_sleep_mode: whether operators may have the replicas give their memory back for a time, by `POST /sleep`.
     max_waiting_per_tenant / max_queue_wait: requests of one tenant that may wait in a router for a model, and seconds
         that each may; one that would wait longer by the rate at which the queue drains gets a 429 at once.
-    max_body_bytes: largest request body.
+    max_body_bytes: largest request body. max_connections: of HTTP that a gateway holds, half of them from one address
+        at most; for one beyond that the longest idle one is closed.
     strict_fields: refuse fields that only hint and have no use here, in place of naming them in `x-squadron-ignored`.
     link_host: address on which replicas listen for routers and rank 0 for its workers; None = loopback for peers on
         the same node, the node's own address for others.
@@ -209,6 +211,7 @@ class ClusterConfig(ServedModelConfig):
     max_waiting_per_tenant: Count = 4096
     max_queue_wait: Seconds = 60.0
     max_body_bytes: Annotated[int, Field(ge=1024), Short] = 4 * 1024 * 1024
+    max_connections: Annotated[int, Field(ge=2)] = MAX_CONNECTIONS
     strict_fields: bool = False
     link_host: str | None = None
     stall_timeout: Seconds = 3.0

@@ -78,6 +78,7 @@ def context_length(value: Any) -> Any:
     return None if value in ("auto", "-1", -1) else short_number(value)
 
 
+MAX_CONNECTIONS = 4096  # of HTTP, unless told
 # Settings that are read so.
 SHORT_NUMBERS = (
     "max_model_len",

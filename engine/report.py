@@ -19,7 +19,7 @@ Floats = NDArray[np.float32]
 
 NO_PAIRS: Ints = np.zeros((0, 2), np.int32)
 NO_DRAWS: Ints = np.zeros((0, 5), np.int32)
-NO_ENDINGS: Ints = np.zeros((0, 4), np.int32)
+NO_ENDINGS: Ints = np.zeros((0, 3), np.int32)
 NO_ROWS: NDArray[np.int64] = np.zeros(0, np.int64)
 NO_STATES: Ints = np.zeros(0, np.int32)
 
@@ -76,17 +76,29 @@ class PromptScores:
     num_logprobs: int  # best alternatives, the most that any wants
 
 
+class Histories(NamedTuple):
+    """Which tokens each sample follows, for rules that ask: they lie on the device, in the log of a row of the step.
+
+    A choice that draws from the logits of another one has a history in the row of that one.
+    """
+
+    rows: Ints  # [num_samples]  row of the step
+    starts: Ints  # [num_samples]  position of the first token of the output
+    lens: Ints  # [num_samples]  tokens of prompt and output
+
+
 @dataclass(slots=True)
 class SamplingInputs:
     """What rank 0 needs to choose the tokens; one row per sample.
 
     Everything here is a function of parameters and token log, so any replica draws the same token.
-    `output_ids`/`prompt_ids` are given only for rows with penalties and are padded with -1; they are None when no row
-    has any. `forbidden` bans tokens for a row (min_tokens keeps the end-of-sequence ids out): row -> token ids.
-    `carried` names the rows with penalties whose last output token only the device knows: (row, sample of the step
-    before); `output_ids` has the others. `endings` bans likewise what would complete a bad word: (row, sample of the
-    step before, the token which that has to be, the banned one).
+    `histories` is None where no rule asks for tokens: no row has a penalty, pairs or an ending.
+    `forbidden` bans tokens for a row: row -> token ids. `pairs` and `endings` ban what would complete a bad word,
+    where the last token of the output is the one before that: row -> (the one before, the banned one) of words of two
+    tokens, and (row, the one before, the banned one) of those whose other tokens are there.
     `allowed` bans all others: row -> token ids. `biases` adds to logits: row -> (token ids, what is added).
+    These mappings are the same objects as in the step before where nothing in them changed, and so are the arrays in
+    them as long as a sequence runs: what is made of them on the device can be kept.
     `masks` is asked for just before the draw, so that it may be made while the model runs: rows, and for each its
     allowed tokens as bits, the lowest first. It may wait for the step before.
     `rows` says which of the logits each sample draws from; None = the first, the second, ...
@@ -103,11 +115,10 @@ class SamplingInputs:
     repetition_penalty: Floats  # [num_samples]
     presence_penalty: Floats  # [num_samples]
     frequency_penalty: Floats  # [num_samples]
-    prompt_ids: Ints | None = None  # [num_samples, longest prompt]
-    output_ids: Ints | None = None  # [num_samples, longest output]
-    carried: Ints = field(default_factory=lambda: NO_PAIRS)  # [num_carried, 2]
-    endings: Ints = field(default_factory=lambda: NO_ENDINGS)  # [num_endings, 4]
-    forbidden: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    histories: Histories | None = None
+    endings: Ints = field(default_factory=lambda: NO_ENDINGS)  # [num_endings, 3]
+    pairs: Mapping[int, tuple[Ints, Ints]] = field(default_factory=dict)
+    forbidden: Mapping[int, Ints | tuple[int, ...]] = field(default_factory=dict)
     allowed: Mapping[int, Ints] = field(default_factory=dict)
     biases: Mapping[int, tuple[Ints, Floats]] = field(default_factory=dict)
     masks: Callable[[], tuple[Ints, Ints]] | None = None  # [num_masked], [num_masked, vocab / 32 rounded up]
@@ -126,7 +137,7 @@ class SamplingInputs:
     def changes_logits(self) -> bool:
         """Whether a rule of any row changes its logits: bias, bans, masks, penalties."""
         sets = self.forbidden or self.biases or self.allowed
-        return bool(sets) or len(self.endings) > 0 or self.masks is not None or self.prompt_ids is not None
+        return bool(sets) or self.masks is not None or self.histories is not None
 
 
 @dataclass(slots=True)

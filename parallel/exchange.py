@@ -36,7 +36,6 @@ SUMMED, JOINED = 0, 1  # kinds of exchange
 _SIGNS = slice(32, 48)  # for each half, what its exchange is of
 _MASK = 2**32 - 1
 _SOURCE = Path(__file__).parent / "exchange.c"
-_FLAGS = ("-O3", "-fPIC", "-shared")
 _ADDING = {torch.float32: "add_floats", torch.bfloat16: "add_halves"}
 
 
@@ -158,7 +157,7 @@ def exchange_library() -> ctypes.CDLL | None:
     """Return exchange.c compiled, None where it cannot be, or there is no futex."""
     if sys.platform != "linux":
         return None
-    library = compile_library([_SOURCE], _FLAGS, {}, "ranks exchange in Python")
+    library = compile_library([_SOURCE], (), {}, "ranks exchange in Python")
     if library is not None:
         library.give.argtypes = (c_void_p, c_void_p, c_int64, c_uint64)
         library.take.argtypes = library.out_of_step.argtypes = (c_void_p,)

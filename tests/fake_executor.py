@@ -37,7 +37,7 @@ class FakeExecutor(Executor):
 
     in_folder: fingerprint of the weights that the next waking reads; "" = of the same.
     step_time: seconds that a step is made to last, as a function of its inputs; `sleep` lets them pass (virtual time
-    hands in its own).
+    hands in its own). ids: the token of each place of the cache, [num_blocks, block_size]; -1 = nothing was written.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class FakeExecutor(Executor):
     ) -> None:
         self._shape = (num_blocks, block_size)
         self._cache = self._garbage()
+        self.ids = np.full((num_blocks, block_size), -1, np.int32)
         self._vocab_size = vocab_size
         self._drawn = np.zeros(0, np.int32)  # tokens of the last step
         self.in_folder = ""
@@ -67,12 +68,15 @@ class FakeExecutor(Executor):
         if len(inputs.copy_blocks):
             sources, targets = inputs.copy_blocks.T
             self._cache[targets] = self._cache[sources]
+            self.ids[targets] = self.ids[sources]
         if len(inputs.carried):
             inputs = replace(inputs, input_ids=_filled(inputs, self._drawn))
         self._store(inputs)
         wanted = inputs.logits_indices if sampling.rows is None else inputs.logits_indices[sampling.rows]
         rows = np.searchsorted(inputs.query_start_loc, wanted, side="right") - 1
-        token_ids, stuck = _draw(self._attend(inputs)[rows], sampling, self._vocab_size, self._drawn)
+        token_ids, stuck = _draw(
+            self._attend(inputs)[rows], sampling, self._vocab_size, self._histories(inputs, sampling)
+        )
         self._drawn = token_ids
         outputs = StepOutputs(token_ids, stuck=stuck)
         if sampling.num_logprobs >= 0:
@@ -102,6 +106,13 @@ class FakeExecutor(Executor):
     def close(self) -> None:
         """Nothing to end."""
 
+    def _histories(self, inputs: StepInputs, sampling: SamplingInputs) -> list[NDArray[np.int32]]:
+        """Return the tokens that each sample follows; none where no rule asks for them."""
+        if sampling.histories is None:
+            return []
+        rows, _, lens = sampling.histories
+        return [self.ids[inputs.block_tables[row]].reshape(-1)[:count] for row, count in zip(rows, lens, strict=True)]
+
     def _garbage(self) -> Words:
         return _mix(np.arange(self._shape[0] * self._shape[1]).reshape(self._shape) + 12345)
 
@@ -112,6 +123,7 @@ class FakeExecutor(Executor):
         )
         before = np.concatenate([np.zeros(1, np.uint64), words])[inputs.query_start_loc[:-1]]
         past = self._past(inputs)
+        self.ids.reshape(-1)[inputs.slot_mapping] = inputs.input_ids
         self._cache.reshape(-1)[inputs.slot_mapping] = words + np.repeat(past - before, lens)
 
     def _past(self, inputs: StepInputs) -> Words:
@@ -170,19 +182,17 @@ def _filled(inputs: StepInputs, drawn: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def _draw(
-    words: Words, sampling: SamplingInputs, vocab_size: int, before: NDArray[np.int32]
+    words: Words, sampling: SamplingInputs, vocab_size: int, histories: list[NDArray[np.int32]]
 ) -> tuple[NDArray[np.int32], tuple[int, ...]]:
-    """Return the tokens, and the rows that have none to draw. before: what the step before drew."""
+    """Return the tokens, and the rows that have none to draw. histories: of each row."""
     noise = _noise(sampling.seeds, sampling.choices, sampling.positions)
     words = words ^ np.where(sampling.temperature > 0, noise, np.uint64(0))
-    for history in (sampling.prompt_ids, sampling.output_ids):
-        if history is not None:  # any order, any padding: penalties know counts only
-            words = words + np.where(history >= 0, _mix(history), np.uint64(0)).sum(axis=1, dtype=np.uint64)
-    rows, samples = sampling.carried.T
-    words[rows] += _mix(before[samples])
+    for row, history in enumerate(histories):
+        if sampling.repetition_penalty[row] != 1 or sampling.presence_penalty[row] or sampling.frequency_penalty[row]:
+            words[row : row + 1] += _mix(history).sum(dtype=np.uint64)  # any order: penalties know counts only
     token_ids = (_mix(words) % np.uint64(vocab_size)).astype(np.int32)
     stuck: list[int] = []
-    for row, allowed in _allowed(sampling, vocab_size, before).items():
+    for row, allowed in _allowed(sampling, vocab_size, histories).items():
         if not allowed.any():
             stuck.append(row)
             continue
@@ -191,15 +201,18 @@ def _draw(
     return token_ids, tuple(stuck)
 
 
-def _allowed(sampling: SamplingInputs, vocab_size: int, before: NDArray[np.int32]) -> dict[int, NDArray[np.bool_]]:
+def _allowed(
+    sampling: SamplingInputs, vocab_size: int, histories: list[NDArray[np.int32]]
+) -> dict[int, NDArray[np.bool_]]:
     """Return what each row that is not free may draw, [vocab]. Here a negative bias is a ban."""
     free = np.ones(vocab_size, np.bool_)
     allowed: dict[int, NDArray[np.bool_]] = {}
     for row, forbidden in sampling.forbidden.items():
         allowed[row] = free.copy()
         allowed[row][list(forbidden)] = False
-    for row, sample, token, banned in sampling.endings.tolist():
-        if before[sample] == token:
+    pairs = [(row, *pair) for row, some in sampling.pairs.items() for pair in zip(*some, strict=True)]
+    for row, token, banned in [*pairs, *sampling.endings.tolist()]:
+        if sampling.histories.lens[row] > sampling.histories.starts[row] and histories[row][-1] == token:
             allowed.setdefault(row, free.copy())[banned] = False
     for row, (ids, biases) in sampling.biases.items():
         allowed[row] = allowed.get(row, free) & ~np.isin(np.arange(vocab_size), ids[biases < 0])

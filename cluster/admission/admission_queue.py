@@ -18,6 +18,7 @@ from cluster.admission.capacity import UNBOUNDED, DrainRate, OutputLength, Queue
 from cluster.admission.deadline import deadline_exceeded
 from cluster.admission.fair_queue import FairQueue
 from cluster.admission.inflight import Inflight, QueuedRequest
+from cluster.admission.keys import DEFAULT_TENANT
 from cluster.errors import ApiError
 from cluster.token_source import NO_CONTEXT, CallContext, TokenChunk, TokenSource
 from engine.errors import ConfigError
@@ -322,6 +323,17 @@ class AdmissionQueue:
         return ApiError("overloaded", f"{reason}; try again in {seconds} s", retry_after=seconds)
 
 
+def _among_tenants(queued: QueuedRequest) -> Request:
+    """Return the request as a replica gets it, where tenants run side by side and none is more urgent than others.
+
+    It may be less urgent. The operator's own tenant, the only one where there is no file of keys, is not bound.
+    """
+    request = queued.request
+    if request.priority >= 0 or queued.tenant == DEFAULT_TENANT:
+        return request
+    return replace(request, priority=0)
+
+
 class QueuedStream:
     """The chunks of one request. Once inside, each is asked straight of the source: there is no cost per token."""
 
@@ -371,7 +383,7 @@ class QueuedStream:
                     context.trace.turned_away(queued.request, context.waited, error)
             raise
         # `TokenSource.generate` promises an iterator that can be closed.
-        chunks = queue.source.generate(queued.request, self._call_context())
+        chunks = queue.source.generate(_among_tenants(queued), self._call_context())
         self._chunks = cast("AsyncGenerator[TokenChunk, None]", chunks)
         chunk = await self._chunks.__anext__()
         queue.begun(queued)

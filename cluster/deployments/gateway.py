@@ -68,7 +68,7 @@ class Gateway(GatewayCopy):
 
         host, config = self._host, self._host.config
         try:
-            self._server = HttpServer(host.build(), config.host, config.port, host.grace)
+            self._server = HttpServer(host.build(), config.host, config.port, host.grace, config.max_connections)
         except SquadronError as error:
             raise ReplicaStartError.of(error) from error
         host.start_grpc()

@@ -48,7 +48,7 @@ from cluster.openai.served_model import ServedModel
 from cluster.replica.orphans import watch_raylet
 from cluster.router.answer_copies import AnswerCopies
 from cluster.router.live_model import LiveModel
-from cluster.router.metrics import StartCollector
+from cluster.router.metrics import IngressCollector, StartCollector
 from cluster.router.models import Models, served_model
 from cluster.router.readiness import app_body, app_ready_body, fresh
 from cluster.router.sleeping import SleepingModel
@@ -146,6 +146,7 @@ class RouterHost:
         self._others = OtherRouters(context.app_name, context.deployment, names)
         self._sharers = self._config.routers  # a config file may have Serve run others than the app was built with
         deployed = DeployedApp(context.app_name, context.deployment, context.replica_id.unique_id, built_of)
+        self._deployed = built_of.versions.get(context.deployment)
         memory = AppMemory(context.app_name)
         self._rollback = Rollback(deployed, memory)
         self._new = self._deployed_now(memory, built_of)
@@ -193,7 +194,8 @@ class RouterHost:
         whole = RootPath(front if self._tracing is None else self._tracing.app(front), config.root_path)
         answered = GrpcMetrics(metrics).answered
         letting_go = LetGo(whole if config.grpc_port is None else self._with_calls(whole, models, tenancy, answered))
-        self._ingress = IngressCheck(letting_go, config.router_wait)
+        self._ingress = ingress = IngressCheck(letting_go, config.router_wait)
+        metrics.register(IngressCollector(lambda: ingress.unkept, metrics.label))
         self._leaving = asyncio.get_running_loop().create_task(self._leave(letting_go))
         settle_heap()
         app = StartupWait(self._ingress, self._serving, self._others.count)
@@ -274,7 +276,7 @@ class RouterHost:
         return self._sharers
 
     def _ready(self) -> dict[str, Any]:
-        who = {"router": self._router_id, "guarded": self._ingress.guarded}
+        who = {"router": self._router_id, "deployed": self._deployed, "guarded": self._ingress.guarded}
         ready = app_ready_body([(one.front.model_id, one.ready()) for one in self._live])
         views = [one.views() for one in self._live]
         return who | ready | app_body(self._others.app, self._watch.picture, views, self._rollback.notice)

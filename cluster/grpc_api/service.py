@@ -136,10 +136,12 @@ class InferenceService:
             )
 
     async def Health(self, body: bytes, context: RpcContext) -> pb.HealthResponse:
-        """Tell whether requests that come now are served. Needs no key, so that it names no model."""
-        async with self._exchange("Health", context):
+        """Tell whether requests that come now are served. Needs a key only to ask for one model by its name."""
+        async with self._exchange("Health", context) as rpc:
             asked = parsed(pb.HealthRequest, body).model
             models = self._services.models
+            if asked:
+                self._services.tenancy.tenant_of(rpc.authorization)
             if asked and asked not in models.names:
                 raise ApiError("model_not_found", "The model does not exist.", param="model")
             fronts = [models.named(asked)] if asked else models

@@ -127,7 +127,10 @@ def compat_routes(models: Models, is_ready: Callable[[], bool]) -> list[Route]:
         headers = {} if ready else {"retry-after": "1"}
         return _json({"status": "ready" if ready else "not ready"}, 200 if ready else 503, headers)
 
-    async def load(_: Request) -> Response:
+    async def load(request: Request) -> Response:
+        if not request.state.tenant.sees_metrics:
+            message = f"{LOAD} counts all tenants: it is for a key with admin: true, or that of --api-key"
+            raise ApiError("permission_denied", message)
         return _json({"server_load": sum(one.admission.num_inside + one.admission.num_waiting for one in models)})
 
     async def tokenizer_info(request: Request) -> Response:

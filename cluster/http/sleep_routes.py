@@ -113,7 +113,7 @@ def _query(request: Request, schema: type[Q]) -> Q:
         if name == "tags":
             given.setdefault(name, []).append(value)
         else:
-            given[name] = int(value) if value.isdecimal() else value
+            given[name] = int(value) if name == "level" and value in ("1", "2") else value
     try:
         return checked_fields(schema, given)
     except InvalidRequestError as error:

@@ -17,7 +17,7 @@ from msgspec import DecodeError, json
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Scope
 
-from cluster.answer_log import ASKS, KEPT, LEASE, LETS_GO, LISTENS, ROUTER_WAIT, TICK
+from cluster.answer_log import ASKS, KEPT, LEASE, LETS_GO, LISTENS, NO_ROUTER, ROUTER_WAIT, TICK, UNKEPT
 from cluster.client_id import SERVERS_NAME
 from cluster.ingress.exchange import Exchange
 
@@ -63,6 +63,7 @@ class Attempt:
         self._asked = exchange.asked()[::-1]  # what the client sent before, the first one last
         self._head: Message | None = None  # goes to the client with the first of its body
         self._news = self._loop.create_future()  # done when the router is to be told something
+        self._told_lost = not exchange.keeps
         self._believed = True
         self._given_up = self._loop.create_future()
         self.heard = False
@@ -91,6 +92,8 @@ class Attempt:
                 if self.silent:
                     log.warning("a router says nothing: it is left")
                     return
+                if self._exchange.lost and not self._told_lost:
+                    self._wake()
                 if self._joins:
                     await self._exchange.comment()
         finally:
@@ -113,6 +116,9 @@ class Attempt:
         if self._asked_at is not None:
             message, self._asked_at = {"type": LISTENS, "asked_at": self._asked_at}, None
             return message
+        if exchange.lost and not self._told_lost:
+            self._told_lost = True
+            return {"type": UNKEPT}
         if not arriving.done():
             self._news = self._loop.create_future()
             return {"type": TAKEN, "bytes": self._taken}
@@ -121,8 +127,11 @@ class Attempt:
     async def _send(self, message: Message) -> None:
         if not self._believed or self._exchange.stalled:
             return
+        self._quiet = 0
+        if message["type"] == NO_ROUTER:
+            return
         self._take_note(message)
-        self._quiet, self._sending = 0, True
+        self._sending = True
         if message["type"] == "http.response.start":
             self._start(message)
         elif message["type"] == "http.response.body" and not self._unanswered:

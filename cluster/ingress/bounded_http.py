@@ -2,22 +2,26 @@
 
 uvicorn, which the proxy runs, waits for headers without end and keeps any number of them. HAProxy has limits for
 that, and these are the same (`deploy.serve.haproxy_launcher`): 408 after 20 s without whole headers, 431 beyond 101
-of them or 16 kB, 503 beyond 4,096 connections. Bodies have limits of their own, in the app (`cluster.http.asgi`).
+of them or 16 kB. Where 4,096 connections are open, or 2,048 of one address, the longest idle ones are closed for the
+next; 503 where none is idle. Bodies have limits of their own, in the app (`cluster.http.asgi`).
 """
 
 from __future__ import annotations
 
 import asyncio
+from heapq import nsmallest
 from typing import Any
 
 from typing_extensions import override
 from uvicorn import config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from cluster.config_values import MAX_CONNECTIONS
+
 HEADERS_TIMEOUT = 20.0  # seconds from the connection, or from a request's first byte, to the last of its headers
 MAX_HEADERS = 101
 MAX_HEAD_BYTES = 16 << 10  # of request line and headers
-MAX_CONNECTIONS = 4096
+CLOSED_AT_ONCE = 32  # idle connections, so that not each new one looks at all
 MAX_AHEAD = 16  # requests that a client may send before the answer to the one before them is out
 _REASONS = {408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
 
@@ -40,8 +44,10 @@ class BoundedHttp(HttpToolsProtocol):
 
     transport: Any
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, max_connections: int = MAX_CONNECTIONS, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._max_connections = max_connections
+        self._idle_since = self.loop.time()
         self._too_late: asyncio.TimerHandle | None = None
         self._in_head = True
         self._head_bytes = 0  # that came while headers were awaited
@@ -51,10 +57,32 @@ class BoundedHttp(HttpToolsProtocol):
     @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > MAX_CONNECTIONS:
-            self._refuse(503, f"this server has {MAX_CONNECTIONS} connections open, and takes no more")
+        if not self._finds_room():
+            self._refuse(503, f"this server has {self._max_connections} connections open, and takes no more")
             return
         self._await_headers()
+
+    def _finds_room(self) -> bool:
+        """Close the longest idle connections where there are too many of this one's address, or of all."""
+        most = self._max_connections // 2
+        if len(self.connections) <= most:
+            return True
+        everyone = [one for one in self.connections if isinstance(one, BoundedHttp)]
+        mine = [one for one in everyone if one._host == self._host]
+        crowd = mine if len(mine) > most else everyone if len(everyone) > self._max_connections else []
+        idle = [one for one in crowd if one is not self and one._idle and not one.transport.is_closing()]
+        for one in nsmallest(min(CLOSED_AT_ONCE, most), idle, key=lambda one: one._idle_since):
+            one.transport.close()
+        return bool(idle) or not crowd
+
+    @property
+    def _host(self) -> str:
+        return self.client[0] if self.client else ""
+
+    @override
+    def on_response_complete(self) -> None:
+        self._idle_since = self.loop.time()
+        super().on_response_complete()
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:

@@ -6,23 +6,28 @@ It lasts over all routers that answer, one after the other (`cluster.ingress.att
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
+from cluster.accounts.tenant_bytes import TenantBytes
 from cluster.answer_log import CONTINUES, ELAPSED, KEEPS, NOTES
 from cluster.error_forms import COUNT_TOKENS, MESSAGES, form_of
+from cluster.ingress.packed_notes import PackedNotes
 
 STALLED = 600.0  # seconds; a client that takes nothing for so long is taken for gone
 MOST_OF_ONE = 32 << 20  # bytes that are kept of one exchange: what was asked and what its routers said
-OF_MESSAGE, OF_NOTE = 256, 64  # bytes that a kept one takes beside its content
+MOST_KEPT = 512 << 20  # bytes of all exchanges; what is beyond that is lost with its router
+OF_MESSAGE = 256  # bytes that a kept one takes beside its content
 QUIET = 5.0  # seconds without a byte for a client that waits for another router, until it gets a comment
 END_OF_EVENT = b"\n\n"
 COMMENT = b": waiting for another router\n\n"  # source: WHATWG HTML, server-sent events: clients pass over it
 CALL = "squadron.call"  # key of the scope of a call of gRPC: its `method`, `metadata`, `remaining` seconds
 REPEATED_CALLS = frozenset({"Generate", "Chat", "Embed", "GetModelInfo", "Health", "GetLoad"})
+KEY_HEADERS = (b"authorization", b"x-api-key")
 STREAMS = ("text/event-stream", "application/grpc-web")  # what can be gone on with in the middle
 REPEATED = frozenset(  # a POST that has no effect but its answer
     {
@@ -43,24 +48,46 @@ REPEATED = frozenset(  # a POST that has no effect but its answer
     }
 )
 ENDS_OF_REPEATED = tuple(REPEATED)
+log = logging.getLogger(__name__)
 
 
-class Budget:
-    """Bytes that all exchanges of a proxy may keep together."""
+class KeptBytes:
+    """What all exchanges of a process keep, each client within its share. lost: exchanges that had no room.
 
-    def __init__(self, most: int) -> None:
-        self._left = most
+    A client goes by the key that it sends, else by its address: a gateway knows no tenants.
+    """
 
-    def take(self, size: int) -> bool:
-        """Take so much, if there is room."""
-        if size > self._left:
+    def __init__(self, most: int = MOST_KEPT) -> None:
+        self.lost = 0
+        self._bytes = TenantBytes(most, self._evict)
+        self._exchanges: dict[str, list[Exchange]] = {}
+
+    def take(self, exchange: Exchange, size: int) -> bool:
+        """Count `size` more bytes of an exchange, negative ones too; one that finds no room is to keep nothing."""
+        if size > 0 and (exchange.num_kept + size > MOST_OF_ONE or not self._bytes.make_room(exchange.client, size)):
             return False
-        self._left -= size
+        self._bytes.take(exchange.client, size)
         return True
 
-    def give_back(self, size: int) -> None:
-        """Return what was taken."""
-        self._left += size
+    def add(self, exchange: Exchange) -> None:
+        """Take note of an exchange that keeps something."""
+        self._exchanges.setdefault(exchange.client, []).append(exchange)
+
+    def remove(self, exchange: Exchange) -> None:
+        """Forget an exchange."""
+        mine = self._exchanges.get(exchange.client, [])
+        if exchange in mine:
+            mine.remove(exchange)
+        if not mine:
+            self._exchanges.pop(exchange.client, None)
+
+    def _evict(self, client: str) -> bool:
+        """Have the largest exchange of a client keep nothing any more."""
+        largest = max(self._exchanges.get(client, ()), key=lambda one: one.num_kept, default=None)
+        if largest is None or not largest.num_kept:
+            return False
+        largest.lose()
+        return True
 
 
 class Exchange:
@@ -70,10 +97,11 @@ class Exchange:
     content type. last: what of the body came last. between_events: whether what was sent of a stream ends an event,
     so that another one may follow. sent: bytes of the body that the client has or that are
     on their way to it. shown_id: the router's id of the answer, where the answer shows that one. named: whether the
-    client has a name of its own for the request. error_form: of the route.
+    client has a name of its own for the request. error_form: of the route. client: who shares room for what is kept.
+    num_kept: bytes that are kept of it. lost: whether there was no room for it, so that it ends with its router.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, budget: Budget, named: bool) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, kept: KeptBytes, named: bool) -> None:
         self.over = False
         self.started = False
         self.kind = ""
@@ -84,24 +112,31 @@ class Exchange:
         self.stalled = False
         self.named = named
         self.error_form = form_of(scope)
+        self.client = _client_of(scope)
+        self.num_kept = 0
+        self.lost = False
         self._scope = dict(scope)
         self._receive = receive
         self._send = send
-        self._budget = budget
+        self._kept = kept
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
         self._arriving: asyncio.Future[Message] | None = None  # what the client sends next
         self._asked: list[Message] = []  # what it has sent
-        self._notes: list[bytes] = []
-        self._size = 0
+        self._notes = PackedNotes()
         self._keeps = _is_repeated(scope)
         self._digest = blake2b(digest_size=16)
         self._sent_at = self._began
 
     @property
+    def keeps(self) -> bool:
+        """Whether another router could be asked what was asked."""
+        return self._keeps
+
+    @property
     def continuable(self) -> bool:
         """Whether another router can give the rest of the answer."""
-        return self._keeps and (not self.started or (self.kind in STREAMS and bool(self._notes)))
+        return self._keeps and (not self.started or (self.kind in STREAMS and self._notes.count > 0))
 
     @property
     def of_api(self) -> bool:
@@ -117,7 +152,7 @@ class Exchange:
     @property
     def progress(self) -> tuple[int, int]:
         """What has come so far; grows."""
-        return self.sent, len(self._notes)
+        return self.sent, self._notes.count
 
     @property
     def digest(self) -> bytes:
@@ -128,7 +163,7 @@ class Exchange:
         """Return the scope for a router. again: it is not the first that gets the request."""
         scope = {**self._scope, "headers": list(self._scope["headers"]), KEEPS: self._keeps}
         if again:
-            scope[CONTINUES] = {NOTES: list(self._notes), ELAPSED: self._loop.time() - self._began}
+            scope[CONTINUES] = {NOTES: self._notes.notes(), ELAPSED: self._loop.time() - self._began}
         return scope
 
     def asked(self) -> list[Message]:
@@ -152,8 +187,10 @@ class Exchange:
 
     def keep(self, note: bytes) -> None:
         """Keep what a router told of the answer."""
-        if self._keep(len(note) + OF_NOTE):
-            self._notes.append(note)
+        if self._keeps:
+            before = self._notes.size
+            self._notes.add(note)
+            self._keep(self._notes.size - before)
 
     async def pass_on(self, message: Message) -> None:
         """Send to the client; one that stalls for too long has left, as far as the others can see."""
@@ -194,20 +231,39 @@ class Exchange:
             self._arriving.cancel()
         self._forget()
 
+    def lose(self) -> None:
+        """Keep nothing any more: there is no room, and the answer ends with its router."""
+        self._kept.lost += 1
+        if self._kept.lost & (self._kept.lost - 1) == 0:  # each time that they have doubled
+            log.warning("no room to keep a request beside its router: %d so far end with theirs", self._kept.lost)
+        self.lost = True
+        self._forget()
+
     def _keep(self, size: int) -> bool:
         if not self._keeps:
             return False
-        if self._size + size > MOST_OF_ONE or not self._budget.take(size):
-            self._forget()
+        if not self._kept.take(self, size):
+            self.lose()
             return False
-        self._size += size
+        if not self.num_kept:
+            self._kept.add(self)
+        self.num_kept += size
         return True
 
     def _forget(self) -> None:
-        self._budget.give_back(self._size)
-        self._size, self._keeps = 0, False
+        self._kept.take(self, -self.num_kept)
+        self._kept.remove(self)
+        self.num_kept, self._keeps = 0, False
         self._asked.clear()
         self._notes.clear()
+
+
+def _client_of(scope: Mapping[str, Any]) -> str:
+    """Return what tells clients apart: a digest of their key, or their address."""
+    key = next((value for name, value in scope.get("headers", ()) if name in KEY_HEADERS), None)
+    if key is None:
+        return str((scope.get("client") or ("",))[0])
+    return blake2b(key, digest_size=16).hexdigest()
 
 
 def _is_repeated(scope: Mapping[str, Any]) -> bool:

@@ -10,6 +10,7 @@ import asyncio
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -66,13 +67,13 @@ class HttpServer:
     """Takes HTTP connections for an app, on a port that other processes of this machine may share.
 
     Made and used on one event loop. Raises `ConfigError` when the address is taken by others. grace: seconds that
-    running exchanges get at the end.
+    running exchanges get at the end. max_connections: see `BoundedHttp`.
     """
 
-    def __init__(self, app: ASGIApp, host: str, port: int, grace: float) -> None:
+    def __init__(self, app: ASGIApp, host: str, port: int, grace: float, max_connections: int) -> None:
         config = uvicorn.Config(
             app,
-            http=BoundedHttp,
+            http=partial(BoundedHttp, max_connections=max_connections),  # type: ignore[arg-type]  # called alone
             ws="none",
             lifespan="on",
             log_config=None,

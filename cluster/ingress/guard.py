@@ -32,7 +32,7 @@ from cluster.error_forms import MESSAGES_FORM, OPENAI_FORM, ErrorForm, error_of
 from cluster.errors import ApiError
 from cluster.ingress.attempt import Attempt, Habits
 from cluster.ingress.bounded_http import bound_http
-from cluster.ingress.exchange import Budget, Exchange
+from cluster.ingress.exchange import Exchange, KeptBytes
 from cluster.telemetry.logs import about, log_to_serve
 
 # Ray Serve's variable for middleware around its proxy, and what it must say. Source: ray/serve/_private/constants.py.
@@ -42,7 +42,6 @@ MARK = b"x-squadron-guard"  # on requests that came through the guard; a client'
 TELLS_TAKEN = b"2"  # its value: this guard reports what the client has taken, to a router that asks
 WINDOWED = "windowed"  # key of `scope["state"]` in a router that sends no more than a little beyond that
 CLOSED = "/-/routes"
-MOST_KEPT = 512 << 20  # bytes of all exchanges; what is beyond that is lost with its router
 # Routers that may die of a request: without bringing anything, before they say that they have it, and in all.
 MOST_LOSSES, MOST_TRIES, MOST_OF_ALL = 3, 12, 24
 # Seconds in which a proxy that was just started may not know its apps yet, and says of any path that it is not there.
@@ -74,7 +73,7 @@ class RouterLossGuard:
         self._app = app
         self._clock = clock
         self._learns_until = clock() + LEARNING
-        self._budget = Budget(MOST_KEPT)
+        self._kept = KeptBytes()
         self._habits = Habits(beats=gateway, alone=gateway)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,7 +86,7 @@ class RouterLossGuard:
             return
         named = _request_id(scope) is not None
         scope["headers"] = [*(one for one in scope["headers"] if one[0] != MARK), (MARK, TELLS_TAKEN)]
-        exchange = Exchange(scope, receive, send, self._budget, named)
+        exchange = Exchange(scope, receive, send, self._kept, named)
         try:
             await self._answered(exchange, send)
         finally:

@@ -6,14 +6,15 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from cluster.answer_log import CONTINUES, LEASE, TICK
+from cluster.answer_log import CONTINUES, LEASE, NO_ROUTER, TICK
 from cluster.ingress.guard import no_router, refuse
 from cluster.ingress.router_link import SILENCE, RouterConnection
+from cluster.wire.frames import HELLO_TIMEOUT
 from cluster.wire.link import LinkAddress
 
 MOST_IDLE = 256  # connections that wait for their next exchange, to each router
@@ -55,24 +56,29 @@ class KnownRouter:
         await self._left.wait()
 
     async def watch(self, gateway_id: str, alive: Callable[[], None]) -> None:
-        """Listen to it until it is gone, or silent for a lease; `alive` is called when it speaks.
+        """Listen to it until it is gone, or silent at `LEASE` looks in a row; `alive` is called when it speaks.
 
-        Raises `OSError` if it is not there.
+        Looks are counted: a gateway that stood still itself leaves nobody. Raises `OSError` if it is not there.
         """
+        quiet = 0
+
+        def hear(leaves: bool) -> None:
+            nonlocal quiet
+            self._heard, quiet = self._loop.time(), 0
+            self.leaving |= leaves
+            alive()
+
         connection = await RouterConnection.open(self._address)
+        listening = asyncio.ensure_future(connection.watch(gateway_id, hear))
         try:
-            async with asyncio.timeout(LEASE * TICK) as limit:
-
-                def hear(leaves: bool) -> None:
-                    self._heard = self._loop.time()
-                    limit.reschedule(self._heard + LEASE * TICK)
-                    self.leaving |= leaves
-                    alive()
-
-                await connection.watch(gateway_id, hear)
-        except TimeoutError:
-            log.warning("router %s says nothing: it is left", self.router_id)
+            while not (await asyncio.wait((listening,), timeout=TICK))[0]:
+                quiet += 1
+                if quiet >= LEASE:
+                    log.warning("router %s says nothing: it is left", self.router_id)
+                    return
+            listening.result()
         finally:
+            listening.cancel()
             connection.close()
 
     def close(self) -> None:
@@ -119,7 +125,7 @@ class KnownRouter:
         return None
 
     async def _opened(self) -> RouterConnection:
-        async with self._opening:
+        async with asyncio.timeout(HELLO_TIMEOUT), self._opening:
             return await RouterConnection.open(self._address)
 
     def _take_back(self, connection: RouterConnection) -> None:
@@ -165,7 +171,7 @@ class RouterPool:
         """Pass an exchange on; returns when a router has answered it, or was lost. Waits while there is none."""
         try:
             async with asyncio.timeout(self._patience):
-                router = await self._chosen()
+                router = await self._chosen(send)
         except TimeoutError:
             if CONTINUES in scope:
                 return
@@ -173,11 +179,13 @@ class RouterPool:
             return
         await router(scope, receive, send)
 
-    async def _chosen(self) -> KnownRouter:
+    async def _chosen(self, send: Send) -> KnownRouter:
         """Return the router with the fewest exchanges. One that is silent, or to stop, is a last resort."""
         while not self._routers:
             self._came.clear()
-            await self._came.wait()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._came.wait(), TICK)
+            await send({"type": NO_ROUTER})
         chosen = min(self._routers.values(), key=lambda one: (one.silent, one.leaving, one.load))
         # The one asked last comes last among equals.
         self._routers[chosen.router_id] = self._routers.pop(chosen.router_id)

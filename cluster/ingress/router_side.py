@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -25,6 +25,7 @@ from cluster.answer_log import (
     ROUTER_WAIT,
     SILENCE,
     TICK,
+    UNKEPT,
     AnswerLog,
     NoLog,
 )
@@ -48,11 +49,13 @@ log = logging.getLogger(__name__)
 class IngressCheck:
     """ASGI middleware of a router. `guarded`: whether the last request came through the guard; None before any.
 
-    router_wait: seconds that an answer may wait for another router, when this one is lost.
+    router_wait: seconds that an answer may wait for another router, when this one is lost. unkept: answers that their
+    ingress had no room to keep, so that they end with this router.
     """
 
     def __init__(self, app: ASGIApp, router_wait: float = 60.0) -> None:
         self.guarded: bool | None = None
+        self.unkept = 0
         self._app = app
         self._router_wait = router_wait
         self._beats = _Beats()
@@ -83,9 +86,12 @@ class IngressCheck:
         if scope[KEEPS]:
             answer_log = scope.setdefault("state", {})[ANSWER_LOG] = AnswerLog.of(scope)
         answer_log.spoke(since=self._stalls.began())
-        teller = _Teller(answer_log, receive, send, self._router_wait)
+        teller = _Teller(answer_log, receive, send, self._router_wait, self._count_unkept)
         with self._beats.of(teller):
             await self._app(scope, teller.receive, teller.send)
+
+    def _count_unkept(self) -> None:
+        self.unkept += 1
 
 
 class _Teller:
@@ -94,8 +100,11 @@ class _Teller:
     A router that may have been left asks whether it was, with each message; the ingress answers if it has not.
     """
 
-    def __init__(self, answer_log: AnswerLog, receive: Receive, send: Send, router_wait: float) -> None:
+    def __init__(
+        self, answer_log: AnswerLog, receive: Receive, send: Send, router_wait: float, unkept: Callable[[], None]
+    ) -> None:
         self._log = answer_log
+        self._unkept = unkept
         self._receive = receive
         self._send = send
         self._first: dict[str, Any] = {ROUTER_WAIT: router_wait}
@@ -103,8 +112,11 @@ class _Teller:
 
     async def receive(self) -> Message:
         """Return the next message for the app, and take in those that are not."""
-        while (message := await self._receive())["type"] == LISTENS:
-            self._log.listens(message["asked_at"])
+        while (message := await self._receive())["type"] in (LISTENS, UNKEPT):
+            if message["type"] == UNKEPT:
+                self._unkept()
+            else:
+                self._log.listens(message["asked_at"])
         return message
 
     async def send(self, message: Message) -> None:

@@ -247,7 +247,7 @@ class DeployedApp:
 
     def version(self) -> GoodVersion | None:
         """Return the version that serves; None unless the app is whole and this copy is one of those that serve."""
-        found = _details()["applications"].get(self.app)
+        found = serve_details()["applications"].get(self.app)
         if found is None or found["status"] != RUNNING or not self._serves(found):
             return None
         action = self.built_of.args["update_failure_action"]
@@ -289,7 +289,7 @@ class DeployedApp:
     def _claimed(self, deploy: Callable[[Mapping[str, Any]], None]) -> bool:
         """Deploy unless that is not to be (any more), while no other router does; return whether it was."""
         with control_store.claim(CLAIM, CLAIM_SECONDS) as holds:
-            if not self._may_restore(details := _details()):
+            if not self._may_restore(details := serve_details()):
                 return False
             if not holds():  # Serve took so long to answer
                 raise TimeoutError(f"Serve did not tell within {CLAIM_SECONDS:g} s how the app is")
@@ -308,7 +308,8 @@ class DeployedApp:
         return any(copy["replica_id"] == self.replica_id and copy["state"] == RUNNING for copy in copies)
 
 
-def _details() -> dict[str, Any]:
+def serve_details() -> dict[str, Any]:
+    """Return what Serve says of itself: its options, its proxies, its apps. It must run."""
     details: dict[str, Any] = serve_context._get_global_client().get_serve_details()
     return details
 

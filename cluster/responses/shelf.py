@@ -1,4 +1,4 @@
-"""The answers that a router keeps, within bounds: the oldest that have ended go first, each tenant's for its own."""
+"""The answers that a router keeps, within bounds: the oldest that ended go first, of tenants that have most."""
 
 from __future__ import annotations
 

@@ -122,6 +122,22 @@ class RoutingCollector(Collector):
         yield family_of("router_index_blocks", {label: len(self._caches.index)})
 
 
+class IngressCollector(Collector):
+    """Tells at each scrape how many answers their ingress had no room to keep. label: the value of `model_name`."""
+
+    def __init__(self, unkept: Callable[[], int], label: Callable[[], str]) -> None:
+        self._unkept = unkept
+        self._label = label
+
+    def describe(self) -> Iterable[Metric]:
+        """Tell nothing in advance (called by the registry)."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the counter."""
+        yield family_of("answers_unkept", {(self._label(),): self._unkept()})
+
+
 class StartCollector(Collector):
     """Tells at each scrape how often the starts that go on now have failed before.
 

@@ -206,6 +206,7 @@ TABLE: tuple[Family, ...] = (
     _counter("tenant_generation_tokens", _R, "Tokens generated.", "tenant"),
     _gauge("tenant_requests_queued", _R, "Requests that wait for their tenant's turn.", "tenant"),
     _counter("tenant_requests_shed", _R, "Requests accepted, then refused: too many waited, or too long.", "tenant"),
+    _counter("answers_unkept", _R, "Answers that their gateway had no room to keep: they end with their router."),
     # ---- kept answers: background and stored responses, and those with an Idempotency-Key
     _gauge("kept_answers", _R, "Answers that the router keeps, by state: running, ended.", "state"),
     _gauge("kept_answer_bytes", _R, "Bytes of the answers that the router keeps."),

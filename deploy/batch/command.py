@@ -72,7 +72,7 @@ class BatchOptions:
 def run_batch(where: ClusterConfig | ServedApp, options: BatchOptions) -> None:
     """Run a batch to its end, on replicas of its own or those of an app.
 
-    Raises `SquadronError`, and `SystemExit` where it was stopped.
+    Raises `SquadronError`, and `Interrupted` where it was stopped.
     """
     console = Console(highlight=False, soft_wrap=True)
     phases = PhaseLog(console)
@@ -84,9 +84,9 @@ def run_batch(where: ClusterConfig | ServedApp, options: BatchOptions) -> None:
                 provider = OwnReplicas(where, options.ray_address, options.verbose, interrupts, phases)
             with closing(provider):
                 BatchCommandRun(provider, options, console, phases).run()
-        except Interrupted as stop:
+        except Interrupted:
             console.print("Stopped. What is done is kept: the same command with --resume goes on from here.")
-            raise SystemExit(128 + stop.number) from None
+            raise
 
 
 @dataclass(frozen=True, slots=True)

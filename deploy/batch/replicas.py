@@ -83,7 +83,6 @@ class OwnReplicas(ReplicaProvider):
         with self._phases.phase("Ray") as notes:
             self._cluster = self._connected()
             notes.append(self._cluster.about)
-        self._interrupts.listen()
 
     @contextmanager
     def replicas(self) -> Iterator[Replicas]:
@@ -91,6 +90,7 @@ class OwnReplicas(ReplicaProvider):
         self.connect()
         placement = model_resources(self.config, uses_gpu(self.config))
         check_capacity(AppResources((placement,), 0), ray.available_resources(), ray.cluster_resources())
+        self._interrupts.ready()
 
         async def keep(dispatcher: Dispatcher) -> None:
             await ReplicaPool(self.config, list(placement.bundles), dispatcher).run()
@@ -105,8 +105,8 @@ class OwnReplicas(ReplicaProvider):
 
     def _connected(self) -> RayCluster:
         if self._address is not None:
-            return JoinedRay(self._address, self._verbose)
-        return LocalRay(self._cpus, self._verbose, fork_server())
+            return JoinedRay(self._address, self._verbose, self._interrupts)
+        return LocalRay(self._cpus, self._verbose, self._interrupts, fork_server())
 
 
 class AppReplicas(ReplicaProvider):
@@ -115,8 +115,7 @@ class AppReplicas(ReplicaProvider):
     def __init__(self, app: ServedApp, address: str | None, verbose: bool, interrupts: Interrupts) -> None:
         if address is None:
             raise ConfigError("app: set RAY_ADDRESS to the cluster that the app runs in, such as auto", "app")
-        self._cluster = JoinedRay(address, verbose)
-        interrupts.listen()
+        self._cluster = JoinedRay(address, verbose, interrupts)
         quiet_serve(verbose)
         try:
             self._model = find_model(app.name, app.model)
@@ -124,6 +123,7 @@ class AppReplicas(ReplicaProvider):
             self.close()
             raise
         self.config = self._model.config
+        interrupts.ready()
 
     def connect(self) -> None:
         """It is done: the app returned its settings."""

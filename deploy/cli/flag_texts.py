@@ -128,6 +128,7 @@ HELP = {
         "metrics_key": "Key for /metrics and /ready only, for Prometheus and probes.",
         "enable_sleep_mode": "Let operators free the replicas' memory for a time: POST /sleep and /wake_up.",
         "max_body_bytes": "Maximum size of a request body.",
+        "max_connections": "HTTP connections that a gateway holds; beyond, the longest idle one is closed.",
         "strict_fields": "Refuse request fields without effect, even if they cannot change an answer.",
         "max_inflight": "Sequences that a router gives to the replicas; tenants take turns for more.",
         "max_inflight_tokens": "The same in tokens of prompts and expected output.",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -16,8 +15,9 @@ from typing import NoReturn, Self
 
 import psutil
 
+from deploy.cli.command_watch import CommandWatch
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-HANDLER_SECONDS = 1.0  # in which Python's own handler may come to its turn
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
@@ -32,26 +32,52 @@ class Interrupted(BaseException):
 class Interrupts:
     """While entered, the first signal raises `Interrupted` in the main thread.
 
-    Once `stopping` is set, or after the first, a signal kills everything that this process started and ends it.
+    Until `ready`, the command and all that it started have ended within 5 s of it, whatever it waits for. After the
+    first, or once `stopping` is set, a signal kills everything that this process started and ends it. So does an
+    `Interrupted` that nobody takes. On leaving, nothing is left of what was started meanwhile.
     """
 
     def __init__(self) -> None:
         self.stopping = False
 
     def __enter__(self) -> Self:
+        self._watch = CommandWatch()
         self.listen()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, Interrupted):
+            end_now(128 + error.number)  # in whatever state Ray is: its own end may wait for what is gone
+        signal.set_wakeup_fd(-1)
         for number in SIGNALS:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        self._watch.close()
 
     def listen(self) -> None:
         """Take the signals; again after a library has put handlers of its own in place."""
+        signal.set_wakeup_fd(self._watch.descriptor, warn_on_full_buffer=False)
         for number in SIGNALS:
             signal.signal(number, self._handle)
+
+    @contextmanager
+    def within(self, seconds: float, late: str) -> Iterator[None]:
+        """End the whole command, saying `late`, when the body takes longer than `seconds`, whatever it waits for."""
+        self._watch.expect(seconds, late)
+        try:
+            yield
+        finally:
+            self._watch.expect(None)
+            self.listen()
+
+    def ready(self) -> None:
+        """The start is over: from now on a signal asks for an end in good order, which may take its time."""
+        self._watch.expect(None, starting=False)
+
+    def started(self) -> list[psutil.Process]:
+        """Return every process that this one started, but for the one that watches over it."""
+        return [process for process in descendants() if process.pid != self._watch.pid]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.stopping:
@@ -81,39 +107,6 @@ def bounded(seconds: float, alive: Callable[[], bool] = lambda: True) -> Iterato
     finally:
         done.set()
         watcher.join()
-
-
-@contextmanager
-def while_ray_joins(seconds: float, late: str) -> Iterator[None]:
-    """End the whole command when the body takes longer than `seconds`, saying `late`, or soon after a signal.
-
-    Ray joins a cluster in C++, where it waits for minutes and no handler of Python's runs.
-    """
-    told, tell = socket.socketpair()
-    tell.setblocking(False)
-    before = signal.set_wakeup_fd(tell.fileno(), warn_on_full_buffer=False)
-    done = threading.Event()
-
-    def watch() -> None:
-        told.settimeout(seconds)
-        try:
-            number = told.recv(1)  # that of a signal; nothing at the end
-        except TimeoutError:
-            print(f"Error: {late}", file=sys.stderr, flush=True)
-            end_now(1)
-        if number and not done.wait(HANDLER_SECONDS):
-            end_now(128 + number[0])
-
-    watcher = threading.Thread(target=watch, name="while_ray_joins", daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        done.set()
-        signal.set_wakeup_fd(before)
-        tell.close()
-        watcher.join()
-        told.close()
 
 
 def end_now(code: int) -> NoReturn:

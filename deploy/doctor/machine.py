@@ -203,5 +203,6 @@ def weights(probe: Callable[[], Mapping[str, Any]]) -> list[Finding]:
         return [ok("weights", f"{fp8}; four bits and fp8 by blocks by Triton for few rows and experts, else {SLOW}")]
     if report["compiled"] is None:
         text = f"int8 and int4 by torch's products where it has them, else {SLOW}, as fp8 and four-bit floats are"
-        return [warning("weights", text, "install a C compiler (gcc), of which products of our own are made")]
+        remedy = "install a C compiler (gcc 11 or later), of which products of our own are made"
+        return [warning("weights", f"{text}: {report['why']}", remedy)]
     return [ok("weights", f"int8, four bits and fp8 by products compiled for {report['compiled']}")]

@@ -52,21 +52,19 @@ class FailoverOptions:
 def demo_failover(options: FailoverOptions) -> int:
     """Run the demonstration and return its exit code: 0 only if replicas were killed and every answer was exact."""
     console = Console(highlight=False)
-    with Interrupts() as interrupts, without_death_notices():
-        server = Server(_config(options), Options(verbose=options.verbose))
+    quiet, settings = without_death_notices(), Options(verbose=options.verbose)
+    with Interrupts() as interrupts, quiet, Server(_config(options), settings, interrupts) as server:
         show = Show(console, options)
         try:
-            server.start(interrupts)
+            server.start()
             console.print("Recording what each stream answers while nothing is killed ...", style="dim")
             asyncio.run(_until_stopped(show.run(server.url)))
         except (Interrupted, asyncio.CancelledError):
             if not show.board.kills:
                 console.print("Stopped before the first kill.", markup=False)
+                if not server.ready:
+                    raise
                 return 1
-        finally:
-            interrupts.stopping = True
-            interrupts.listen()
-            server.stop(0.0)
     board = show.board
     console.print(board.summary(), style="bold green" if board.proven else "bold red", soft_wrap=True)
     return 0 if board.proven else 1

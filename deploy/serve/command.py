@@ -6,13 +6,16 @@ and checks the configuration, so nothing of that is imported with this file.
 
 from __future__ import annotations
 
+import math
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import ray
 from rich.text import Text
@@ -40,6 +43,8 @@ if TYPE_CHECKING:
 CTRL_C_GRACE = 5.0
 DELETE_SECONDS = 10.0
 EXIT_SECONDS = 20.0
+QUIET_SECONDS = 1800.0  # without a step of any replica that starts: far longer than any takes
+SERVE_SECONDS = 180.0  # a machine with 40 processes for 2 cores took less than 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,32 +62,29 @@ class Options:
     forks: ForkServer | None = None
 
 
-def serve_app(app: AppConfig, options: Options) -> None:
+def serve_app(app: AppConfig, options: Options, interrupts: Interrupts) -> None:
     """Serve until stopped. Raises `SquadronError` or `ParallelError` when it does not come up."""
     quiet = nullcontext() if options.verbose else without_death_notices()
-    with Interrupts() as interrupts, quiet:
-        server = Server(app, options)
-        grace = 0.0
+    with quiet, Server(app, options, interrupts) as server:
         try:
-            server.start(interrupts)
+            server.start()
             server.announce()
             server.watch()
         except Interrupted as stop:
             if not server.ready:
                 server.say("Stopping before it was ready.")
-                raise SystemExit(128 + stop.number) from None
-            grace = CTRL_C_GRACE if stop.number == signal.SIGINT else app.shared.drain_timeout
-            server.say(f"Stopping: running streams get {grace:g} s; Ctrl-C again does not wait.")
-        finally:
-            interrupts.stopping = True
-            server.stop(grace)
+                raise
+            server.grace = CTRL_C_GRACE if stop.number == signal.SIGINT else app.shared.drain_timeout
+            server.say(f"Stopping: running streams get {server.grace:g} s; Ctrl-C again does not wait.")
 
 
 class Server:
-    """One app on one Ray cluster, for as long as the command runs."""
+    """One app on one Ray cluster, for as long as it is entered. grace: seconds that its streams get on leaving."""
 
-    def __init__(self, app: AppConfig, options: Options) -> None:
+    def __init__(self, app: AppConfig, options: Options, interrupts: Interrupts) -> None:
         self.ready = False
+        self.grace = 0.0
+        self._interrupts = interrupts
         self._replicas: list[dict[str, Any]] = []  # as /ready showed them when all were up
         self._app = app
         self._options = options
@@ -90,11 +92,24 @@ class Server:
         self._phases = PhaseLog(self._console)
         self._cluster: RayCluster | None = None
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._interrupts.stopping = True
+        self._interrupts.listen()
+        if self.ready or not isinstance(error, Interrupted):
+            self._stop()
+        elif isinstance(self._cluster, JoinedRay) and self._was_served:
+            self._served.delete(0.0, with_serve=False)  # all else ends with this command
+
     def say(self, text: str) -> None:
         """Print one line as it is."""
         self._console.print(text, markup=False)
 
-    def start(self, interrupts: Interrupts) -> None:
+    def start(self) -> None:
         """Bring everything up, a line per phase. Raises `SquadronError` or `ParallelError`."""
         if self._options.ray_address is None:
             check_files(self._app)
@@ -103,22 +118,23 @@ class Server:
             raise ConfigError(
                 "grpc_port: a cluster that is joined needs a port of your choice, such as 9000", "grpc_port"
             )
-        # The end of the block waits for the thread: one that imports as the interpreter ends can crash in C++.
-        with self._phases.phase("Ray") as notes, collector_paused(), ThreadPoolExecutor(1) as beside:
-            prepared = beside.submit(self._prepare)
+        with self._phases.phase("Ray") as notes, collector_paused(), _beside(self._prepare) as prepared:
             self._cluster = self._connect()
-            interrupts.listen()
             prepared.result()
             notes.append(self._cluster.about)
         if not self._options.wait_for_nodes:
             self._served.check_capacity()
-        with self._phases.phase("Serve"):
+        late = f"Serve did not start within {SERVE_SECONDS:g} s; start again with less other work on this machine"
+        with self._phases.phase("Serve"), self._interrupts.within(SERVE_SECONDS, late):
             self._served.start_serve(verbose=self._options.verbose)
             self._served.deploy()
         began = time.perf_counter()
         with start_bars(self._console) as bars:
-            self._replicas = self._served.wait(bars.take)
+            # Nodes that are waited for may take any time.
+            quiet = math.inf if self._options.wait_for_nodes else QUIET_SECONDS
+            self._replicas = self._served.wait(bars.take, quiet)
         self._print_phases(time.perf_counter() - began)
+        self._interrupts.ready()
         self.ready = True
 
     def announce(self) -> None:
@@ -158,17 +174,17 @@ class Server:
         """Tell of replicas while the app is there. Raises `StartError` when it is deleted or Ray goes away."""
         self._served.watch(self._replicas)
 
-    def stop(self, grace: float) -> None:
-        """Delete the app, let its streams finish for `grace` seconds, and end what was started."""
+    def _stop(self) -> None:
+        """Delete the app, let its streams finish, and end what was started."""
         if self._cluster is None:
             ray.shutdown()
             return
         try:
             if self._was_served and ray.is_initialized():
-                with bounded(grace + DELETE_SECONDS, self._cluster.alive):
+                with bounded(self.grace + DELETE_SECONDS, self._cluster.alive):
                     # In a cluster that stays, replicas without streams need a moment of their own.
                     stays = isinstance(self._cluster, JoinedRay)
-                    self._served.delete(max(grace, DELETE_SECONDS / 2 if stays else 0.0), with_serve=stays)
+                    self._served.delete(max(self.grace, DELETE_SECONDS / 2 if stays else 0.0), with_serve=stays)
         finally:
             with bounded(EXIT_SECONDS):
                 self._cluster.stop()
@@ -221,11 +237,30 @@ class Server:
     def _connect(self) -> RayCluster:
         address, verbose = self._options.ray_address, self._options.verbose
         if address is not None:
-            return JoinedRay(address, verbose)
+            return JoinedRay(address, verbose, self._interrupts)
         # Whether GPUs are used changes nothing about the CPUs.
         placement = app_resources(self._app, lambda _: False)
         ports = [port for port in (self._config.port, self._config.grpc_port) if port is not None]
-        return LocalRay(placement.cpus + placement.one_more["CPU"], verbose, self._options.forks, ports)
+        return LocalRay(
+            placement.cpus + placement.one_more["CPU"], verbose, self._interrupts, self._options.forks, ports
+        )
+
+
+@contextmanager
+def _beside(work: Callable[[], None]) -> Iterator[Future[None]]:
+    """While entered, `work` is done in a thread, which is waited for.
+
+    One that imports as the interpreter ends can crash in C++. A command that is told to stop ends without that.
+    """
+    pool = ThreadPoolExecutor(1)
+    try:
+        yield pool.submit(work)
+    except Interrupted:
+        raise
+    except BaseException:
+        pool.shutdown()
+        raise
+    pool.shutdown()
 
 
 def _with_ports(app: AppConfig) -> AppConfig:

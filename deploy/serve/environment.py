@@ -91,6 +91,9 @@ def _is_loopback(host: str) -> bool:
 # find it, and Ray waits a second for a process that does not end itself; 8 s in all, where the defaults take 50. One
 # that is dead already is replaced after 2 s, not 30.
 # Each worker imports Serve before its first task, and leaves pandas out.
+# Ray answers its first driver when the workers that it starts beforehand have registered; on a busy machine these
+# miss their time, and the driver waits for ever. So none is started beforehand.
+# Titles of processes leave their environment alone, which says whose they are (`deploy.cli.command_watch`).
 LOCAL_RAY = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_AUTH_MODE": "token",
@@ -98,6 +101,8 @@ LOCAL_RAY = {
     **SPIN,
     "RAY_worker_niceness": "0",
     "RAY_preload_python_modules": "cluster.light_serve",
+    "RAY_prestart_worker_first_driver": "0",
+    "SPT_NOENV": "1",
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "1.5",

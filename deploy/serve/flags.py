@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from cluster.app_config import AppConfig
 from cluster.batch.io.paths import is_url, local_path
 from cluster.config_values import GATEWAY, HAPROXY, SERVE
 from deploy.cli.keys import with_key_file
+from deploy.cli.processes import Interrupts
 from deploy.cli.settings_file import merge_settings
 from deploy.cli.vllm_commands import API_KEY, VARIABLES, variable_notes
 from deploy.serve.environment import API_KEY as OWN_KEY
@@ -67,17 +69,16 @@ def serve(
     ray_address = prepare_ray(environment.ray_address)
     with_haproxy = own_ray and with_keys.shared.ingress == HAPROXY
     haproxy = prepare_haproxy(with_keys.shared) if with_haproxy else None
-    # First of all, as what it imports takes seconds: meanwhile this process imports Ray and starts it.
-    forks = fork_server() if own_ray else None
-    try:
+    with Interrupts() as interrupts, ExitStack() as undo:
+        if haproxy is not None:
+            undo.callback(haproxy.remove)
+        # First of all, as what it imports takes seconds: meanwhile this process imports Ray and starts it.
+        forks = fork_server() if own_ray else None
+        if forks is not None:
+            undo.callback(forks.close)
         from deploy.serve.command import Options, serve_app
 
-        serve_app(with_keys, Options(ray_address, wait_for_nodes, verbose, haproxy, forks))
-    finally:
-        if forks is not None:
-            forks.close()
-        if haproxy is not None:
-            haproxy.remove()
+        serve_app(with_keys, Options(ray_address, wait_for_nodes, verbose, haproxy, forks), interrupts)
 
 
 def _tell_of_variables(environment: Environment, app: AppConfig) -> None:

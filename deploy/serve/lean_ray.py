@@ -32,6 +32,7 @@ AGENT_NEEDS = (
     "pydantic",
 )
 MONITOR, API_SERVER, LOG_MONITOR = "start_monitor", "start_api_server", "start_log_monitor"  # methods of Ray's node
+SIGTERM = "set_sigterm_handler"  # of Ray's utilities: would have a node drain itself instead of what we do
 NODE, RAYLET = "__init__", "start_raylet"  # likewise
 AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port")
 LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -58,6 +59,7 @@ def lean_node(environment: Mapping[str, str], verbose: bool, taken: Collection[i
         replaced.append((Node, API_SERVER, _without_page))
     if not verbose:
         replaced.append((Node, LOG_MONITOR, _start_nothing))
+    replaced.append((utils, SIGTERM, lambda handler: None))
     looked = getattr(utils, AGENT_CHECK, None)
     if looked is not None:
         replaced.append((utils, AGENT_CHECK, partial(_agent_error, looked)))

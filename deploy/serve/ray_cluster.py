@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from contextlib import nullcontext, suppress
@@ -13,17 +15,18 @@ import psutil
 import ray
 
 from cluster.resources import AppResources
-from deploy.cli.processes import adopt_orphans, descendants, kill_all, while_ray_joins
+from deploy.cli.processes import Interrupts, adopt_orphans, kill_all
 from deploy.serve.address import knock
 from deploy.serve.environment import OBJECT_STORE_BYTES, Environment
 from deploy.serve.fork_server import ForkServer
 from deploy.serve.lean_ray import lean_node
-from deploy.serve.orphans import OrphanWatch
 from engine.device.machine import cores
 from engine.errors import ConfigError, SquadronError
 
 EXIT_SECONDS = 5.0
+START_SECONDS = 180.0  # a machine with 40 processes for 2 cores took 62
 JOIN_SECONDS = 30.0  # a busy machine takes five
+RETRY_SECONDS = 0.5
 RAY_PROCESSES = ("gcs_server", "raylet")  # names begin so, children of who started Ray
 
 
@@ -49,17 +52,37 @@ class LocalRay(RayCluster):
     """A Ray of our own on loopback, with as many logical CPUs as the app asks for.
 
     forks: has its workers forked, and ends with it; None = Ray starts them. taken: ports that somebody else will use.
-    Must be made in the main thread: Linux ends the processes with the thread that started them. Raises
-    `RayStartError`.
+    Must be made in the main thread: Linux ends the processes with the thread that started them. One that does not
+    start is tried a second time. Raises `RayStartError`.
     """
 
-    def __init__(self, cpus: float, verbose: bool, forks: ForkServer | None, taken: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        cpus: float,
+        verbose: bool,
+        interrupts: Interrupts,
+        forks: ForkServer | None = None,
+        taken: Collection[int] = (),
+    ) -> None:
+        self._interrupts = interrupts
         self._forks = forks
-        self._watch = OrphanWatch()
         adopt_orphans()
         logical = max(cores(), math.ceil(cpus))
         try:
-            with lean_node(os.environ, verbose, taken), nullcontext() if self._forks is None else self._forks.forks():
+            self._start(logical, verbose, taken)
+        except Exception as error:
+            print(f"Ray did not start, and is tried once more: {_first_line(error)}", file=sys.stderr, flush=True)
+            try:
+                self._start(logical, verbose, taken)
+            except Exception as again:
+                raise RayStartError(f"Ray did not start: {_first_line(again)} ({_logs()})") from again
+        self.about = f"on this machine, {logical} logical CPUs"
+
+    def _start(self, logical: int, verbose: bool, taken: Collection[int]) -> None:
+        late = f"Ray did not start within {START_SECONDS:g} s; start again with less other work here ({_logs()})"
+        forked = nullcontext() if self._forks is None else self._forks.forks()
+        try:
+            with self._interrupts.within(START_SECONDS, late), lean_node(os.environ, verbose, taken), forked:
                 ray.init(
                     address="local",
                     num_cpus=logical,
@@ -68,16 +91,13 @@ class LocalRay(RayCluster):
                     log_to_driver=verbose,
                     logging_level=logging.INFO if verbose else logging.ERROR,
                 )
-        except BaseException as error:  # a signal, too: nobody else knows of what was started by then
-            self._end(0.0)
+        except BaseException as error:
             if isinstance(error, Exception):
-                raise RayStartError(
-                    f"Ray did not start: {_first_line(error)} (its logs have more: raylet.err and gcs_server.err in "
-                    f"{Environment.read().ray_logs})"
-                ) from error
+                self._end(0.0)
+            elif self._forks is not None:
+                self._forks.close()
+            self._forks = None  # it ends with the node that it was to fork for
             raise
-        self._watch.guard(descendants())
-        self.about = f"on this machine, {logical} logical CPUs"
 
     def alive(self) -> bool:
         """Whether Ray's control store and its node's own process still run: no app is deleted without either."""
@@ -94,8 +114,7 @@ class LocalRay(RayCluster):
 
     def _end(self, grace: float) -> None:
         """End Ray; after `grace` seconds what is left of it is killed."""
-        self._watch.close()
-        started = descendants()
+        started = self._interrupts.started()
         ray.shutdown()
         if self._forks is not None:
             self._forks.close()
@@ -135,16 +154,18 @@ def count(number: int, noun: str) -> str:
 
 
 class JoinedRay(RayCluster):
-    """A cluster that was there before and stays. Raises `ConfigError` when it cannot be reached."""
+    """A cluster that was there before and stays. Raises `ConfigError` when it cannot be reached, tried twice."""
 
-    def __init__(self, address: str, verbose: bool) -> None:
+    def __init__(self, address: str, verbose: bool, interrupts: Interrupts) -> None:
         late = _problem(address, f"no answer in {JOIN_SECONDS:g} s")
         try:
-            knock(address)
-            with while_ray_joins(JOIN_SECONDS, late):
-                ray.init(
-                    address=address, log_to_driver=verbose, logging_level=logging.INFO if verbose else logging.ERROR
-                )
+            with interrupts.within(JOIN_SECONDS, late):
+                try:
+                    _join(address, verbose)
+                except (OSError, RuntimeError):
+                    ray.shutdown()
+                    time.sleep(RETRY_SECONDS)
+                    _join(address, verbose)
         except (OSError, RuntimeError, ValueError) as error:
             raise ConfigError(_problem(address, _first_line(error)), "address") from error
         self.about = f"joined {address}, {count(len(ray.nodes()), 'node')}"
@@ -156,6 +177,15 @@ class JoinedRay(RayCluster):
     def stop(self) -> None:
         """Disconnect."""
         ray.shutdown()
+
+
+def _join(address: str, verbose: bool) -> None:
+    knock(address)
+    ray.init(address=address, log_to_driver=verbose, logging_level=logging.INFO if verbose else logging.ERROR)
+
+
+def _logs() -> str:
+    return f"its logs have more: raylet.err and gcs_server.err in {Environment.read().ray_logs}"
 
 
 def _problem(address: str, why: str) -> str:

@@ -29,7 +29,8 @@ class StartError(SquadronError):
 class Readiness:
     """Waits for the ready replicas of the app `name` whose HTTP endpoint is at `url`.
 
-    wanted: id of each model -> how many there should be.
+    deployed: what /ready says of this app alone. wanted: id of each model -> how many there should be.
+    quiet: seconds without any progress after which the start has failed.
     note: called now and then with what Serve waits for, when it takes long. show: called with the `states` of /ready.
     """
 
@@ -38,15 +39,21 @@ class Readiness:
         name: str,
         url: str,
         key: str | None,
+        deployed: str,
         wanted: Mapping[str, int],
         note: Callable[[str], None],
         show: Callable[[Sequence[Mapping[str, Any]]], None],
+        quiet: float,
     ) -> None:
         self._client = client_for(url, key)
         self._name = name
+        self._deployed = deployed
         self._wanted = wanted
         self._note = note
         self._show = show
+        self._quiet = quiet
+        self._progress: object = None
+        self._moved = time.monotonic()
 
     def wait(self) -> list[dict[str, Any]]:
         """Return what /ready says of each replica once all are ready, and gateways. Raises `StartError`."""
@@ -61,6 +68,8 @@ class Readiness:
                 missing = Counter(self._wanted) - Counter([str(body.get("model")) for body in bodies])
                 if not missing and gateways_serve(status):
                     return bodies
+                if time.monotonic() - self._moved > self._quiet:
+                    raise StartError(f"nothing has moved for {self._quiet:g} s: {_pending(status)}")
                 if time.monotonic() > next_note:
                     self._note(_pending(status))
                     next_note += NOTE_SECONDS
@@ -72,11 +81,19 @@ class Readiness:
             body = answer.json()
         except (httpx.HTTPError, ValueError):
             return []  # the port is closed, or Serve's proxy does not know the app yet
+        where = f"another server answers at {self._client.base_url}"
         if answer.status_code == 401:
-            raise StartError("another server answers at this address: it refuses the API key; give another --port")
+            raise StartError(f"{where}: it refuses the API key; give another --port")
         if not isinstance(body, dict):
             return []
-        self._show(body.get("states", ()))
+        if "replicas" in body and body.get("deployed") != self._deployed:
+            raise StartError(f"{where}; give another --port")
+        states = body.get("states", ())
+        self._show(states)
+        # All but the seconds, which pass in any case.
+        progress = [(state.get("id"), state.get("phase"), state.get("share")) for state in states]
+        if progress != self._progress:
+            self._progress, self._moved = progress, time.monotonic()
         if not body.get("ready"):
             return []
         if "replicas" not in body:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import ray
@@ -13,15 +14,16 @@ from ray.exceptions import RayError
 from ray.serve.config import ProxyLocation
 from ray.serve.exceptions import RayServeException
 
-from cluster.app import build, logging_config, uses_gpu
+from cluster.app import ROUTER, build_version, logging_config, uses_gpu
 from cluster.app_config import AppConfig
 from cluster.config import ClusterConfig
 from cluster.config_values import GATEWAY
 from cluster.ingress.router_side import UNGUARDED
+from cluster.lifecycle.rollback import serve_details
 from cluster.resources import app_resources
 from deploy.cli.client import client_for, is_guarded
 from deploy.cli.keys import own_key
-from deploy.serve.address import free_port
+from deploy.serve.address import connect_host, free_port
 from deploy.serve.output import quiet_serve
 from deploy.serve.ray_cluster import check_capacity
 from deploy.serve.readiness import Readiness, StartError
@@ -41,6 +43,7 @@ class ServedApp:
     def __init__(self, app: AppConfig, url: str, say: Callable[[str], None]) -> None:
         self.deployed = False
         self._started_serve = False
+        self._version = uuid4().hex
         self._app = app
         self._url = url
         self._say = say
@@ -62,34 +65,43 @@ class ServedApp:
         free_port(self._config.host, self._config.port)
         self._started_serve = not status.proxies and not status.applications
         try:
-            alone = self._config.ingress == GATEWAY  # no proxy of Serve's beside it
-            serve.start(
-                proxy_location=ProxyLocation.Disabled if alone else None,
-                http_options={"host": self._config.host, "port": self._config.port},
-                logging_config=logging_config(self._config.log_format),
-            )
+            self._start_once()
         except (RayError, TimeoutError) as error:
-            raise StartError(
-                f"Serve's proxy did not come up: {type(error).__name__}; "
-                "start again, with less other work on this machine or --verbose to see Serve's log"
-            ) from error
+            self._say(f"Serve did not start, and is tried once more: {type(error).__name__}")
+            try:
+                self._start_once()
+            except (RayError, TimeoutError) as again:
+                raise StartError(
+                    f"Serve's proxy did not come up: {type(again).__name__}; "
+                    "start again, with less other work on this machine or --verbose to see Serve's log"
+                ) from again
+
+    def _start_once(self) -> None:
+        alone = self._config.ingress == GATEWAY  # no proxy of Serve's beside it
+        serve.start(
+            proxy_location=ProxyLocation.Disabled if alone else None,
+            http_options={"host": self._config.host, "port": self._config.port},
+            logging_config=logging_config(self._config.log_format),
+        )
 
     def deploy(self) -> None:
         """Hand the app to Serve. Raises `StartError` where it is refused."""
-        target = serve.RunTarget(build(self._app.settings()), name=APP, route_prefix="/")
+        built = build_version(self._app.settings(), {ROUTER: self._version})
+        target = serve.RunTarget(built, name=APP, route_prefix="/")
         self.deployed = True
         try:
             serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         except RayServeException as error:
             raise StartError(f"Serve refused the app: {str(error).splitlines()[0]}") from error
 
-    def wait(self, show: Callable[[Sequence[Mapping[str, Any]]], None]) -> list[dict[str, Any]]:
+    def wait(self, show: Callable[[Sequence[Mapping[str, Any]]], None], quiet: float) -> list[dict[str, Any]]:
         """Return what /ready says of each replica once all are ready; show: called with its `states` until then.
 
-        Raises `StartError`.
+        quiet: as of `Readiness`. Raises `StartError`.
         """
         wanted = {config.model_id: config.replicas for config in self._app.models}
-        return Readiness(APP, self._url, own_key(self._config), wanted, self._say, show).wait()
+        key = own_key(self._config)
+        return Readiness(APP, self._url, key, self._version, wanted, self._say, show, quiet).wait()
 
     def unguarded(self) -> str:
         """Return what is to be said where clients do not hear of dead routers, else nothing."""
@@ -150,12 +162,24 @@ class ServedApp:
 
     def _find_proxy(self) -> None:
         """Serve runs in the joined cluster already, and keeps the address that it was started with."""
+        options = serve_details().get("http_options", {})
+        host, port = options.get("host", ""), options.get("port")
+        if port != self._config.port or not (_is_any(host) or connect_host(host) == connect_host(self._config.host)):
+            raise StartError(
+                f"Serve already runs in this cluster, at http://{connect_host(host)}:{port}: "
+                f"give that address with --host {host} --port {port}"
+            )
         try:
             httpx.get(f"{self._url}/-/healthz", timeout=5.0, trust_env=False)
         except httpx.HTTPError:
             raise StartError(
                 f"Serve already runs in this cluster, but not at {self._url}: give its address with --host and --port"
             ) from None
+
+
+def _is_any(host: str) -> bool:
+    """Whether who listens on `host` is reached by every address of the machine."""
+    return host in ("0.0.0.0", "::")  # noqa: S104 - nothing is bound here
 
 
 def _is_there(app: str) -> bool:

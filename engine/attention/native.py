@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from ctypes import c_float, c_int64, c_void_p
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from engine.attention.base import AttentionSpec, Ints, LayerCache, PagedAttention, StepLayout, StepTensors, cut
+from engine.kernels.attend import AttentionStep
 from engine.kernels.native import LANES, heads_address, native_library, why_not_native
 
 logger = logging.getLogger(__name__)
@@ -22,22 +22,11 @@ PART_HEADS = 12  # of those that share the one key of a latent cache: the others
 WORTH = 1 << 20  # products, half of them of queries and keys, from which on other threads pay
 
 
-class _Step(ctypes.Structure):
-    """`Step` of attention.c."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("tiles", "starts", "lens", "tables", "slots", "scratch", "parts")),
-        *((name, c_int64) for name in ("num_tiles", "num_tokens", "table_width", "room", "threads")),
-        *((name, c_int64) for name in ("kv_heads", "group", "side", "pieces", "rows")),
-        *((name, c_float) for name in ("scale", "softcap")),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class _Metadata:
     """The step in C, and the memory that it points into."""
 
-    step: _Step
+    step: AttentionStep
     tiles: Ints
     tensors: StepTensors
     scratch: Tensor
@@ -98,7 +87,7 @@ class NativeAttention(PagedAttention):
         ):  # fewer than threads: each piece of a tile may be another's
             parts = torch.empty(len(tiles) * self._parts * pieces * self._library.part_of(rows))
         pointers = (step.query_start_loc, step.seq_lens, step.block_tables, step.slot_mapping, self._scratch)
-        native = _Step(
+        native = AttentionStep(
             tiles.ctypes.data,
             *(tensor.data_ptr() for tensor in pointers),
             None if parts is None else parts.data_ptr(),

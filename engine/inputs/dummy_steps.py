@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.report import PromptScores, SamplingInputs, StepInputs
+from engine.report import Histories, PromptScores, SamplingInputs, StepInputs
 from engine.sampling_params import MAX_LOGPROBS
 
 
@@ -76,7 +76,7 @@ def fullest_sampling(step: StepInputs, scored: int, vocab: int) -> SamplingInput
     sampling.rows = np.searchsorted(wanted, drawn).astype(np.int32)
     sampling.num_logprobs = MAX_LOGPROBS
     sampling.repetition_penalty = np.full(count, 1.1, np.float32)
-    sampling.prompt_ids = sampling.output_ids = np.zeros((count, 1), np.int32)
+    sampling.histories = Histories(np.arange(count, dtype=np.int32), np.zeros(count, np.int32), step.seq_lens)
     sampling.masks = lambda: (np.zeros(1, np.int32), np.full((1, -(-vocab // 32)), -1, np.int32))
     rows = np.flatnonzero(wanted >= first).astype(np.int32)
     sampling.prompt = PromptScores(rows, np.zeros(len(rows), np.int32), MAX_LOGPROBS)

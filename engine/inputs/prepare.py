@@ -11,7 +11,17 @@ import numpy as np
 
 from engine.inputs.block_table import BlockRows
 from engine.inputs.grammar_masks import MaskMaker
-from engine.report import NO_DRAWS, NO_ENDINGS, NO_PAIRS, NO_STATES, Ints, PromptScores, SamplingInputs, StepInputs
+from engine.report import (
+    NO_DRAWS,
+    NO_ENDINGS,
+    NO_PAIRS,
+    NO_STATES,
+    Histories,
+    Ints,
+    PromptScores,
+    SamplingInputs,
+    StepInputs,
+)
 from engine.sampling.parameter_table import NO_LOGPROBS, SamplingTable
 from engine.scheduler.schedule import ONE, Continued, Index, Schedule
 from engine.scheduler.slots import SlotTables
@@ -23,10 +33,13 @@ class _SampledRows:
 
     version: int
     inputs: SamplingInputs
-    penalised: Index  # rows with a penalty
+    starts: Ints  # of the outputs, [num_samples]
+    asks_history: bool
     held_back: Index  # rows with a minimum of tokens
-    worded: Index  # rows with bad words
+    worded: Index  # rows with bad words of more than two tokens
     structured: list[int]  # rows with a grammar
+    banned: dict[int, Ints | tuple[int, ...]]  # by row, whatever has been drawn
+    waiting: list[int]  # rows whose ends are forbidden beside those
 
 
 class SamplingBuilder:
@@ -46,30 +59,15 @@ class SamplingBuilder:
         inputs, slots = rows.inputs, schedule.sample_slots
         inputs.positions = schedule.seq_lens if schedule.decode else schedule.seq_lens[schedule.sample_rows]
         if rows.held_back.size:
-            inputs.forbidden = self._held_back(rows.held_back, slots, inputs.positions)
-        if rows.worded.size or rows.structured or rows.penalised.size:
-            self._find_feedback(rows, schedule, _drawn_now(schedule))
-        return inputs
-
-    def _find_feedback(self, rows: _SampledRows, schedule: Schedule, drawn_now: Index) -> None:
-        """Fill in what depends on the output so far, and how it does on a last token that only the device knows.
-
-        drawn_now: the sample of the step before that draws each row's last token; -1 where that is known.
-        """
-        inputs, slots = rows.inputs, schedule.sample_slots
+            self._hold_back(rows, slots)
+        if rows.asks_history:
+            inputs.histories = Histories(schedule.sample_rows.astype(np.int32), rows.starts, inputs.positions)
         if rows.worded.size:
-            if not rows.held_back.size:
-                inputs.forbidden = {}
-            self._forbid_words(rows, slots, drawn_now)
-        if rows.penalised.size:
-            unknown = drawn_now[rows.penalised] >= 0
-            inputs.carried = _pairs(rows.penalised[unknown], drawn_now)
-            starts = self._tables.num_prompt[slots[rows.penalised]]
-            lens = self._tables.num_tokens[slots[rows.penalised]] - starts - unknown
-            inputs.output_ids = self._history(rows.penalised, slots, starts, lens)
+            inputs.endings = self._endings(rows, slots)
         if rows.structured:
             samples = [schedule.samples[row] for row in rows.structured]
-            inputs.masks = self._masks.start(rows.structured, samples, drawn_now[rows.structured].tolist())
+            inputs.masks = self._masks.start(rows.structured, samples, _drawn_now(schedule)[rows.structured].tolist())
+        return inputs
 
     def _gather(self, schedule: Schedule) -> _SampledRows:
         table, slots = self._params, schedule.sample_slots
@@ -87,76 +85,50 @@ class SamplingBuilder:
             num_logprobs=int(table.num_logprobs[slots].max(initial=NO_LOGPROBS)),
             whole_rows=table.whole_rows[slots].nonzero()[0],
         )
-        held_back = (table.stops_from[slots] > inputs.positions).nonzero()[0]
-        penalised = table.penalised[slots].nonzero()[0]
-        if penalised.size:
-            lens = self._tables.num_prompt[slots[penalised]]
-            inputs.prompt_ids = self._history(penalised, slots, np.zeros_like(lens), lens)
         rules = [(row, table.rules[slots[row]]) for row in table.ruled[slots].nonzero()[0].tolist()]
         inputs.biases = {row: rule.biases for row, rule in rules if rule.biases is not None}
         inputs.allowed = {row: rule.allowed for row, rule in rules if rule.allowed is not None}
-        worded = np.array([row for row, rule in rules if rule.bad_words], np.intp)
-        structured = table.structured[slots].nonzero()[0].tolist()
-        return _SampledRows(schedule.version, inputs, penalised, held_back, worded, structured)
+        inputs.pairs = {row: rule.pairs for row, rule in rules if rule.pairs is not None}
+        inputs.forbidden = banned = {row: rule.banned for row, rule in rules if rule.banned is not None}
+        worded = np.array([row for row, rule in rules if rule.longer], np.intp)
+        return _SampledRows(
+            schedule.version,
+            inputs,
+            starts=self._tables.num_prompt[slots],
+            asks_history=bool(table.penalised[slots].any() or inputs.pairs or worded.size),
+            held_back=(table.stops_from[slots] > inputs.positions).nonzero()[0],
+            worded=worded,
+            structured=table.structured[slots].nonzero()[0].tolist(),
+            banned=banned,
+            waiting=[],
+        )
 
-    def _held_back(self, held_back: Index, slots: Index, positions: Ints) -> dict[int, tuple[int, ...]]:
-        """Return the ends that must not be drawn before `min_tokens`."""
-        waiting = held_back[self._params.stops_from[slots[held_back]] > positions[held_back]]
-        return {row: self._params.stop_ids[slots[row]] for row in waiting.tolist()}
+    def _hold_back(self, rows: _SampledRows, slots: Index) -> None:
+        """Forbid the ends that must not be drawn before `min_tokens`."""
+        late = self._params.stops_from[slots[rows.held_back]] > rows.inputs.positions[rows.held_back]
+        waiting = rows.held_back[late].tolist()
+        if waiting != rows.waiting:
+            stops = {row: self._params.stop_ids[slots[row]] for row in waiting}
+            both = {row: np.array([*stops[row], *rows.banned[row]], np.int32) for row in stops if row in rows.banned}
+            rows.inputs.forbidden, rows.waiting = rows.banned | stops | both, waiting
 
-    def _forbid_words(self, rows: _SampledRows, slots: Index, drawn_now: Index) -> None:
-        """Forbid the last tokens of bad words, some of them only after what the device knows alone."""
-        inputs = rows.inputs
-        forbidden, endings = dict(inputs.forbidden), []
-        for row in rows.worded.tolist():
-            sample = int(drawn_now[row])
-            banned, ends = self._completing(slots[row], int(inputs.positions[row]), sample >= 0)
-            if banned:
-                forbidden[row] = (*forbidden.get(row, ()), *banned)
-            endings += [(row, sample, *end) for end in ends]
-        inputs.forbidden = forbidden
-        inputs.endings = np.array(endings, np.int32) if endings else NO_ENDINGS
+    def _endings(self, rows: _SampledRows, slots: Index) -> Ints:
+        """Return the last two tokens of bad words all of whose others are there: (row, the last but one, the last).
 
-    def _completing(self, slot: int, position: int, late: bool) -> tuple[list[int], list[tuple[int, ...]]]:
-        """Return the tokens that would complete a bad word at `position`, and those that would after another one.
-
-        late: the last token is not known here; then the latter come with the token that it would have to be.
-        Only output counts as the beginning of a word.
+        They are found by the token before these two; the last but one may be known to the device alone. Only output
+        counts as the beginning of a word.
         """
-        tables, words = self._tables, self._params.rules[slot].bad_words
-        longest = max(map(len, words)) - 1
-        start, end = max(int(tables.num_prompt[slot]), position - longest), position - late
-        tail = tuple(tables.tokens[slot, start:end].tolist())
-        if late:
-            banned = [word[-1] for word in words if len(word) == 1]
-            longer = [word for word in words if len(word) > 1]
-            return banned, [word[-2:] for word in longer if len(word) == 2 or tail[2 - len(word) :] == word[:-2]]
-        return [word[-1] for word in words if len(word) == 1 or tail[1 - len(word) :] == word[:-1]], []
-
-    def _history(self, rows: Index, slots: Index, starts: Ints, lens: Ints) -> Ints:
-        """Return ids of the penalised rows, -1 elsewhere. [num_samples, longest].
-
-        starts, lens: the first position and the number of ids of each of `rows`.
-        """
-        columns = np.arange(int(lens.max()))
-        first = slots[rows] * self._tables.tokens_per_slot + starts
-        # What is read past the end of a row's ids is overwritten.
-        found = self._tables.flat_tokens.take(first[:, None] + columns, mode="clip")
-        np.copyto(found, -1, where=columns >= lens[:, None])
-        if len(rows) == len(slots):
-            return found
-        history = np.full((len(slots), len(columns)), -1, np.int32)
-        history[rows] = found
-        return history
-
-
-def _pairs(rows: Index, drawn_now: Index) -> Ints:
-    """Return each of `rows` with the sample that draws its last token, [num_rows, 2]."""
-    if not rows.size:
-        return NO_PAIRS
-    pairs = np.empty((len(rows), 2), np.int32)
-    pairs[:, 0], pairs[:, 1] = rows, drawn_now[rows]
-    return pairs
+        tables, slots = self._tables, slots[rows.worded]
+        positions = rows.inputs.positions[rows.worded]
+        before = tables.tokens[slots, positions - 2].tolist()
+        found: list[tuple[int, ...]] = []
+        for row, slot, position, token in zip(rows.worded.tolist(), slots, positions.tolist(), before, strict=True):
+            output = position - int(rows.starts[row])
+            for word in self._params.rules[slot].longer.get(token, ()):
+                begun = tuple(tables.tokens[slot, position + 1 - len(word) : position - 1].tolist())
+                if output >= len(word) - 1 and begun == word[:-2]:
+                    found.append((row, *word[-2:]))
+        return np.array(found, np.int32) if found else NO_ENDINGS
 
 
 def _drawn_now(schedule: Schedule) -> Index:

@@ -79,6 +79,7 @@ class StepBuffers:
     ) -> None:
         """tokens: most of one step. mixed: the largest shape that steps are padded to.
 
+        table: the block table on the device, a row for each of `known` and one of padding.
         known: what this rank knows of the block table; no step has more rows, padding of a decode step included.
         """
         rows, width = known.table.shape
@@ -90,14 +91,14 @@ class StepBuffers:
         self._pair = HostPair(copies, most)
         self._inputs = torch.zeros(most, dtype=torch.int32, device=device)
         self._known = known
-        self._table = torch.zeros(rows + 1, width, dtype=torch.int32, device=device)
-        self._table[:-1] = torch.from_numpy(known.table)
+        self.table = torch.zeros(rows + 1, width, dtype=torch.int32, device=device)
+        self.table[:-1] = torch.from_numpy(known.table)
         self._counting = torch.arange(rows + 1, dtype=torch.int32, device=device)
 
     @property
     def padding_row(self) -> int:
         """The row of the block table that padding reads."""
-        return len(self._table) - 1
+        return len(self.table) - 1
 
     def load(self, inputs: StepInputs) -> tuple[StepTensors, Tensor]:
         """Fill in a step; return it on the device, and its block copies, [num_copies, 2]."""
@@ -111,7 +112,7 @@ class StepBuffers:
             inputs.logits_indices,
         )
         (ids, positions, slots, starts, lens, rows, logits), copies = self._fill(arrays, inputs)
-        tables = self._table.index_select(0, rows)
+        tables = self.table.index_select(0, rows)
         return StepTensors(inputs, ids, positions, slots.long(), starts, lens, tables, logits), copies
 
     def load_decode(self, inputs: StepInputs, size: int) -> tuple[Tensor, Tensor]:
@@ -139,7 +140,7 @@ class StepBuffers:
             self._inputs[start : start + size] for start in range(0, 5 * aligned(size), aligned(size))
         )
         counting = self._counting
-        tables = self._table.index_select(0, rows)
+        tables = self.table.index_select(0, rows)
         return StepTensors(NO_STEP, ids, positions, slots.long(), counting[: size + 1], lens, tables, counting[:size])
 
     def load_mixed(self, inputs: StepInputs, shape: MixedShape, plan: Ints) -> tuple[Tensor, Tensor]:
@@ -178,7 +179,7 @@ class StepBuffers:
             self._inputs[end - aligned(size) : end - aligned(size) + size]
             for end, size in zip(ends, shape.arrays, strict=True)
         )
-        tables = self._table.index_select(0, rows)
+        tables = self.table.index_select(0, rows)
         return StepTensors(NO_STEP, ids, positions, slots.long(), starts, lens, tables, logits), plan
 
     def _fill(self, arrays: Sequence[Ints], inputs: StepInputs) -> tuple[list[Tensor], Tensor]:
@@ -189,7 +190,7 @@ class StepBuffers:
                 changes = self._known.changes_of(inputs)
             sent, (copies, places, values) = self._send(arrays, (inputs.copy_blocks.ravel(), *changes))
             if len(places):
-                self._table.view(-1).index_copy_(0, places.long(), values)
+                self.table.view(-1).index_copy_(0, places.long(), values)
         except BaseException:
             self._forget()
             raise
@@ -201,7 +202,7 @@ class StepBuffers:
         In a group rank 0 goes on sending changes alone: only because any error ends the group does this do no harm.
         """
         self._known.forget()
-        self._table.zero_()
+        self.table.zero_()
 
     def _send(self, arrays: Sequence[Ints], more: Sequence[Ints] = ()) -> tuple[list[Tensor], list[Tensor]]:
         """Copy all in one go, `arrays` to the head of the buffer; return both on the device."""

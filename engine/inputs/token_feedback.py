@@ -18,11 +18,6 @@ class TokenFeedback:
         self._group = group
         self._drawn: Tensor | None = None
 
-    @property
-    def drawn(self) -> Tensor | None:
-        """What the last step drew, on rank 0; None before the first."""
-        return self._drawn
-
     def keep(self, token_ids: Tensor) -> None:
         """Remember what a step drew, [num_samples] int32; negative where it has no token. On rank 0."""
         self._drawn = token_ids

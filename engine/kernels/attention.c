@@ -128,7 +128,7 @@ INLINE int pieces_of(Span span) { return (span.end + PIECE - 1) / PIECE - first_
 /* Whether no NaN and no infinity is among these, a multiple of LANES. */
 static int is_finite(const float *numbers, long count) {
     vec zeros = splat(0);
-    for (long i = 0; i < count; i += LANES) zeros += get_float(numbers + i) * 0.0f;
+    for (long i = 0; i < count; i += LANES) zeros = fused(get_float(numbers + i), splat(0), zeros);
     for (int i = 1; i < LANES; i++) zeros[0] += zeros[i];
     return zeros[0] == 0;
 }
@@ -233,7 +233,7 @@ static void add_piece(long rows, const float *mixed, const Mass *masses, float *
         const float added = exponential(splat(one.most - most))[0];
         for (int d = 0; d < VALUE_DIM; d += LANES) {
             const vec sum = get_float(mixed + r * VALUE_DIM + d) * added;
-            put_float(out + r * VALUE_DIM + d, kept ? sum + get_float(out + r * VALUE_DIM + d) * kept : sum);
+            put_float(out + r * VALUE_DIM + d, kept ? fused(get_float(out + r * VALUE_DIM + d), splat(kept), sum) : sum);
         }
         out_masses[r] = (Mass){most, (kept ? all.sum * kept : 0) + one.sum * added};
     }

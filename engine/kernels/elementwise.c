@@ -17,10 +17,12 @@
 static float scale_of(const elem *x, long size, float eps) {
     vec sum[PARTS] = {{0}};
     float total = 0;
-    for (long i = 0; i < size; i += LANES) {
-        vec each = load(x + i);
-        sum[i / LANES % PARTS] += each * each;
-    }
+    for (long i = 0; i < size; i += PARTS * LANES)
+        for (int part = 0; part < PARTS; part++) /* told apart by a constant, so that all are in registers */
+            if (i + part * LANES < size) {
+                const vec each = load(x + i + part * LANES);
+                sum[part] = fused(each, each, sum[part]);
+            }
     vec all = (sum[0] + sum[1]) + (sum[2] + sum[3]);
     for (int i = 0; i < LANES; i++) total += all[i];
     return 1.0f / sqrtf(total / (float)size + eps);
@@ -43,6 +45,22 @@ void rms_norm(const elem *x, elem *residual, const elem *weight, elem *out, int6
     }
 }
 
+/* out [HEAD_DIM] = in, whose halves are turned by HALF angles. */
+INLINE void rotate(const float *in, const float *cosine, const float *sine, float *out) {
+#if HALF % LANES
+    for (int d = 0; d < HALF; d++) {
+        out[d] = in[d] * cosine[d] - in[d + HALF] * sine[d];
+        out[d + HALF] = in[d + HALF] * cosine[d] + in[d] * sine[d];
+    }
+#else
+    for (int d = 0; d < HALF; d += LANES) {
+        const vec first = get_float(in + d), second = get_float(in + d + HALF), s = get_float(sine + d);
+        put_float(out + d, fused(first, get_float(cosine + d), -(second * s)));
+        put_float(out + d + HALF, fused(second, get_float(cosine + d), first * s));
+    }
+#endif
+}
+
 /* Norm each head (weights [heads][HEAD_DIM], 0 = no norm), then rotate its halves by the token's cosines and sines
  * (rotation [tokens][2][HALF], 0 = none). In place: x is [tokens][heads][HEAD_DIM], tokens `stride` apart. */
 void norm_rotate(elem *x, const elem *weights, const float *rotation, int64_t tokens, int64_t heads,
@@ -58,11 +76,8 @@ void norm_rotate(elem *x, const elem *weights, const float *rotation, int64_t to
                 vec each = load(head + d);
                 put_float(in + d, weights ? each * scale * load(weights + h * HEAD_DIM + d) : each);
             }
-            for (int d = 0; d < HALF; d++) {
-                out[d] = rotation ? in[d] * cosine[d] - in[d + HALF] * sine[d] : in[d];
-                out[d + HALF] = rotation ? in[d + HALF] * cosine[d] + in[d] * sine[d] : in[d + HALF];
-            }
-            for (int d = 0; d < HEAD_DIM; d += LANES) put(head + d, get_float(out + d));
+            if (rotation) rotate(in, cosine, sine, out);
+            for (int d = 0; d < HEAD_DIM; d += LANES) put(head + d, get_float((rotation ? out : in) + d));
         }
     }
 }
@@ -84,7 +99,7 @@ void gelu_gate(const elem *x, elem *out, int64_t rows, int64_t size, int64_t thr
     for (long row = 0; row < rows; row++)
         for (long i = 0; i < size; i += LANES) {
             vec gate = load(x + row * 2 * size + i), up = load(x + (row * 2 + 1) * size + i);
-            vec twice = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate); /* 2 sqrt(2 / pi) */
+            vec twice = 1.5957691216057308f * fused(0.044715f * gate * gate, gate, gate); /* 2 sqrt(2 / pi) */
             vec least = choose(twice < splat(-87.0f), splat(-87.0f), twice);
             put(out + row * size + i, gate / (1.0f + exponential(-least)) * up);
         }

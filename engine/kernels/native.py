@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import c_float, c_int64, c_void_p
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from engine.kernels.attend import attention_proof, declare
 from engine.kernels.base import FourBits, TorchKernels
 from engine.kernels.compiler import load_library
 from engine.kernels.native_linear import NativeBlockLinear, NativeFourBitLinear, NativeInt8Linear, NativeLinear
@@ -36,7 +37,7 @@ def why_not_native(head_dim: int, dtype: torch.dtype, device: torch.device) -> s
 
 
 NAMES = (
-    *("rms_norm", "norm_rotate", "silu_gate", "gelu_gate", "attend"),
+    *("rms_norm", "norm_rotate", "silu_gate", "gelu_gate"),
     *("short_conv", "unit_heads", "outer_product_state"),
 )
 
@@ -51,24 +52,17 @@ def native_library(
     """
     macros = {"HEAD_DIM": head_dim, "BLOCK": block_size, "BF16": int(dtype is torch.bfloat16), "LATENT": latent}
     macros["AMX"] = int(matrix_unit)
-    library = load_library(SOURCES, macros)
+    library = load_library(SOURCES, macros, attention_proof(head_dim, dtype, block_size, latent))
     if library is not None:
+        declare(library)
         library.rms_norm.argtypes = (c_void_p,) * 4 + (c_int64, c_int64, c_float, c_int64)
         library.norm_rotate.argtypes = (c_void_p,) * 3 + (c_int64,) * 3 + (c_float, c_int64)
         library.silu_gate.argtypes = library.gelu_gate.argtypes = (c_void_p,) * 2 + (c_int64,) * 3
-        library.attend.argtypes = (
-            *(c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64),
-            *(c_void_p, c_void_p, c_void_p, c_int, c_void_p),
-        )
-        library.room_of.argtypes = library.part_of.argtypes = (c_int64,)
-        library.best_rows.argtypes = library.may_attend.argtypes = ()
         library.short_conv.argtypes = (c_void_p, c_int64, *(c_void_p,) * 7, *(c_int64,) * 5)
         library.unit_heads.argtypes = (c_void_p, c_int64, c_void_p, *(c_int64,) * 3, c_float, c_float, c_int64)
         library.outer_product_state.argtypes = (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 7, *(c_int64,) * 7)
         for name in NAMES:
             getattr(library, name).restype = None
-        for name in ("room_of", "part_of", "best_rows", "piece_size"):
-            getattr(library, name).restype = c_int64
     return library
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_int, c_int64, c_void_p
 
 import torch
@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from engine.kernels.base import E4M3, FourBits
 from engine.kernels.compiler import load_library
+from parallel.c_library import Proof
 from parallel.linear import LinearMethod
 
 WIDE = 64  # outputs of one panel of packed weights, as in multiply.c
@@ -26,6 +27,7 @@ HELD = (
 )  # what scales are held in, as in panel_scales.h
 EXPONENT, EXPONENT_AT = 0x7F800000, 23  # of fp32
 ONE = 127  # as an exponent
+PROVED = (1, 2, 3, 4, 6, 13)  # rows that are compared with those of more
 LEAST_GROUP = 32  # inputs of eight bits that share a scale: of fewer, scales would take as much as the weight
 
 
@@ -34,24 +36,60 @@ def product_library(dtype: torch.dtype) -> ctypes.CDLL | None:
 
     They are the same for every model, and take most of the time that compiling takes.
     """
-    library = load_library(("multiply.c",), {"BF16": int(dtype is torch.bfloat16), "AMX": 1})
+    library = load_library(("multiply.c",), {"BF16": int(dtype is torch.bfloat16), "AMX": 1}, _proof(dtype))
     if library is not None:
-        library.may_multiply_by_tiles.argtypes = library.packing_depth.argtypes = library.holds_halves.argtypes = ()
-        library.multiplies_by_tiles.argtypes = library.scales_sums.argtypes = (c_int64, c_int)
-        library.packing_depth.restype = c_int64
-        sizes = (c_int64,) * 2
-        library.pack.argtypes = library.pack8.argtypes = (c_void_p, c_void_p, *sizes)
-        library.pack4.argtypes = library.pack8_by_groups.argtypes = (c_void_p, c_void_p, *sizes, c_int)
-        library.multiply.argtypes = (c_void_p, c_int64, *(c_void_p,) * 3, *(c_int64,) * 4, c_int)
-        library.multiply8.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, *(c_int64,) * 4, c_int)
-        library.multiply4.argtypes = (c_void_p, c_int64, *(c_void_p,) * 6, *(c_int64,) * 7, c_int)
-        library.multiply8_by_groups.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, *(c_int64,) * 7, c_int)
-        for name in ("", "8", "4", "8_by_groups"):
-            getattr(library, f"pack{name}").restype = getattr(library, f"multiply{name}").restype = None
+        _declare(library)
     return library
 
 
-class _PanelLinear(LinearMethod):
+def _proof(dtype: torch.dtype) -> Proof:
+    """Return what compares rows alone with the same in company, for every kind of weight."""
+
+    def prove(library: ctypes.CDLL) -> str | None:
+        _declare(library)
+        generator = torch.Generator().manual_seed(0)
+        for ins in (2112, 80):  # more than a strip; no multiple of what the matrix unit takes
+            x = torch.randn(40, ins, generator=generator).to(dtype)
+            for method in kinds(library, ins, dtype, generator):
+                whole = method.apply(x, None)
+                if not all(torch.equal(method.apply(x[:rows], None), whole[:rows]) for rows in PROVED):
+                    return f"a row of {dtype} times {method.describe()} has other bits among others than alone"
+        return None
+
+    return prove
+
+
+def kinds(library: ctypes.CDLL, ins: int, dtype: torch.dtype, generator: torch.Generator) -> Iterator[LinearMethod]:
+    """Return products by a weight of each kind; ins: a multiple of 16."""
+    outs, groups = WIDE + 6, ins // 16
+    plain = torch.randn(outs, ins, generator=generator)
+    codes = torch.randint(0, 256, (outs, ins), dtype=torch.uint8, generator=generator)
+    scales, zeros = torch.rand(outs, groups, generator=generator), codes[:, :groups] % 17
+    yield NativeLinear(library, plain.to(dtype), 1)
+    yield NativeInt8Linear(library, codes.view(torch.int8), scales[:, 0], dtype, 1)
+    for fours in (FourBits(codes[:, ::2], scales, zeros), FourBits(codes[:, ::2], scales)):
+        yield NativeFourBitLinear(library, fours, dtype, 1)
+    if ins % LEAST_GROUP == 0:
+        for eights in (plain.to(E4M3), codes.view(torch.int8)):
+            yield NativeBlockLinear(library, eights, scales[:, : ins // LEAST_GROUP], dtype, 1)
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    library.may_multiply_by_tiles.argtypes = library.packing_depth.argtypes = library.holds_halves.argtypes = ()
+    library.multiplies_by_tiles.argtypes = library.scales_sums.argtypes = (c_int64, c_int)
+    library.packing_depth.restype = c_int64
+    sizes = (c_int64,) * 2
+    library.pack.argtypes = library.pack8.argtypes = (c_void_p, c_void_p, *sizes)
+    library.pack4.argtypes = library.pack8_by_groups.argtypes = (c_void_p, c_void_p, *sizes, c_int)
+    library.multiply.argtypes = (c_void_p, c_int64, *(c_void_p,) * 3, *(c_int64,) * 4, c_int)
+    library.multiply8.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, *(c_int64,) * 4, c_int)
+    library.multiply4.argtypes = (c_void_p, c_int64, *(c_void_p,) * 6, *(c_int64,) * 7, c_int)
+    library.multiply8_by_groups.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, *(c_int64,) * 7, c_int)
+    for name in ("", "8", "4", "8_by_groups"):
+        getattr(library, f"pack{name}").restype = getattr(library, f"multiply{name}").restype = None
+
+
+class PanelLinear(LinearMethod):
     """What multiplies by panels, which do not keep the weight they were made from.
 
     A row has the same bits whatever the number of rows, and no row count needs a preparation of its own. Where dot
@@ -114,7 +152,7 @@ class _PanelLinear(LinearMethod):
         return -(-self._outs // WIDE) * WIDE
 
 
-class NativeLinear(_PanelLinear):
+class NativeLinear(PanelLinear):
     """Weights of the dtype of the activations."""
 
     def __init__(self, library: ctypes.CDLL, weight: Tensor, threads: int) -> None:
@@ -130,7 +168,7 @@ class NativeLinear(_PanelLinear):
         return bool(weight.shape[1] % library.packing_depth() == 0)
 
 
-class NativeInt8Linear(_PanelLinear):
+class NativeInt8Linear(PanelLinear):
     """Weights in int8 with a scale per output. dtype: of the activations.
 
     The bits are those of the sums in fp32 of x and the whole numbers, times the scale.
@@ -151,7 +189,7 @@ class NativeInt8Linear(_PanelLinear):
         return NativeLinear.supports(library, weight)
 
 
-class NativeFourBitLinear(_PanelLinear):
+class NativeFourBitLinear(PanelLinear):
     """Weights of four bits that groups of inputs scale. dtype: of the activations.
 
     The results are those of `NativeLinear` with the weights that these stand for, rounded to the dtype, bit for bit,
@@ -187,7 +225,7 @@ class NativeFourBitLinear(_PanelLinear):
         return f"{kind}{super().describe()}{self._in_groups(self._group, self._scales)}"
 
 
-class NativeBlockLinear(_PanelLinear):
+class NativeBlockLinear(PanelLinear):
     """Weights in eight bits, times a scale by blocks; see `Kernels.block_linear` for what they are.
 
     dtype: of the activations. The results are those of `NativeLinear` with the weights that these stand for, rounded

@@ -38,8 +38,7 @@ INLINE run numbers_of(const int eight, int floats) {
 INLINE run halves_of_bytes(run words, int at) {
     const run first = _mm512_srai_epi32(_mm512_slli_epi32(words, at ? 16 : 24), 24);
     const run second = _mm512_srai_epi32(at ? words : _mm512_slli_epi32(words, 8), 24);
-    const uvec even = (uvec)_mm512_cvtepi32_ps(first), odd = (uvec)_mm512_cvtepi32_ps(second);
-    return (run)(even >> 16 | (odd & 0xffff0000u));
+    return paired((vec)_mm512_cvtepi32_ps(first), (vec)_mm512_cvtepi32_ps(second));
 }
 
 /* The numbers of step `at` of a vector of words. Those of e4m3 are divided by E4M3_UNIT: an exponent of four bits read as

@@ -4,10 +4,6 @@
  * take numbers below 2^-126 for 0; where it has none, inputs and weights are widened to fp32.
  */
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
 #define VECS (WIDE / LANES)
 #define MAX_ROWS 6 /* rows of a pass at most */
 #define STRIP 1024 /* steps of a panel that stay in the cache while all rows pass */
@@ -19,6 +15,10 @@ typedef elem input; /* what rows are given as */
 typedef __m512i run; /* RUN weights as they are multiplied */
 typedef int32_t pair __attribute__((aligned(2), may_alias));
 INLINE run get_weights(const elem *from) { return _mm512_loadu_si512(from); }
+/* Numbers that bfloat16 holds exactly, those of two inputs side by side. */
+INLINE run paired(vec first, vec second) {
+    return _mm512_mask_blend_epi16(0xaaaaaaaa, (run)((uvec)first >> 16), (run)second);
+}
 INLINE vec times(const input *x, run weights, vec sum) {
     return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(*(const pair *)x), (__m512bh)weights);
 }
@@ -26,7 +26,7 @@ INLINE vec times(const input *x, run weights, vec sum) {
 typedef float input;
 typedef vec run;
 INLINE run get_weights(const elem *from) { return load(from); }
-INLINE vec times(const input *x, run weights, vec sum) { return sum + *x * weights; }
+INLINE vec times(const input *x, run weights, vec sum) { return fused(splat(*x), weights, sum); }
 #endif
 
 /* LANES weights in int8. */
@@ -46,8 +46,7 @@ INLINE vec widened_lanes(const int8_t *from) { return __builtin_convertvector(*(
 /* RUN weights in int8, [DEPTH][LANES]. Whole numbers of eight bits are the upper half of their fp32, as bfloat16. */
 INLINE run widened(const int8_t *from) {
 #if DEPTH == 2
-    const uvec first = (uvec)widened_lanes(from), second = (uvec)widened_lanes(from + LANES);
-    return (run)(first >> 16 | (second & 0xffff0000u));
+    return paired(widened_lanes(from), widened_lanes(from + LANES));
 #else
     return widened_lanes(from);
 #endif

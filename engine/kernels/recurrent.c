@@ -32,7 +32,7 @@ void short_conv(const elem *x, int64_t stride, const float *weight, const float 
             for (long t = starts[row]; t < starts[row + 1]; t++) {
                 vec sum = bias ? get_float(bias + i) : splat(0);
                 window[kept] = load(x + t * stride + i);
-                for (long k = 0; k < taps; k++) sum += w[k] * window[k];
+                for (long k = 0; k < taps; k++) sum = fused(w[k], window[k], sum);
                 for (long k = 0; k < kept; k++) window[k] = window[k + 1];
                 if (silu) {
                     vec least = choose(sum < splat(-87.0f), splat(-87.0f), sum);
@@ -54,7 +54,7 @@ void unit_heads(const elem *x, int64_t stride, float *out, int64_t tokens, int64
             const elem *from = x + t * stride + h * width;
             float *to = out + (t * heads + h) * width, total = eps;
             vec sum = splat(0);
-            for (long i = 0; i < width; i += LANES) sum += load(from + i) * load(from + i);
+            for (long i = 0; i < width; i += LANES) sum = fused(load(from + i), load(from + i), sum);
             for (int i = 0; i < LANES; i++) total += sum[i];
             const float factor = scale / sqrtf(total);
             for (long i = 0; i < width; i += LANES) put_float(to + i, load(from + i) * factor);
@@ -70,14 +70,14 @@ INLINE void one_token(float *state, const float *q, const float *k, const elem *
     if (delta)
         for (long d = 0; d < depth; d++)
             for (int c = 0; c < columns; c++)
-                read[c] += get_float(state + d * width + c * LANES) * decay * k[d];
+                read[c] = fused(get_float(state + d * width + c * LANES) * decay, splat(k[d]), read[c]);
     for (int c = 0; c < columns; c++) change[c] = (load(v + c * LANES) - read[c]) * gain;
     for (long d = 0; d < depth; d++)
         for (int c = 0; c < columns; c++) {
             float *at = state + d * width + c * LANES;
-            vec now = get_float(at) * decay + k[d] * change[c];
+            vec now = fused(splat(k[d]), change[c], get_float(at) * decay);
             put_float(at, now);
-            sum[c] += q[d] * now;
+            sum[c] = fused(splat(q[d]), now, sum[c]);
         }
     for (int c = 0; c < columns; c++) put(out + c * LANES, sum[c]);
 }

@@ -41,7 +41,7 @@ INLINE void score_rows(const int rows, const float *query, const elem *keys, con
             for (int part = 0; part < PARTS; part++) {
                 vec key = load(keys + (d + part) * BLOCK + at);
                 fetch(next, (d + part) * BLOCK + at);
-                for (int r = 0; r < rows; r++) sum[r][part] += query[r * HEAD_DIM + d + part] * key;
+                for (int r = 0; r < rows; r++) sum[r][part] = fused(splat(query[r * HEAD_DIM + d + part]), key, sum[r][part]);
             }
         for (int r = 0; r < rows; r++) {
             for (int part = 1; part < PARTS; part++) sum[r][0] += sum[r][part];
@@ -79,7 +79,7 @@ INLINE void mix_rows(const int rows, const float *weights, long stride, const el
                     fetch(next, f * BLOCK + at);
                     if (first > 0 || last < LANES) value = from_to(value, first, last);
                     for (int r = 0; r < rows; r++)
-                        sum[r][f] += get_float(weights + r * stride + b * BLOCK + at) * value;
+                        sum[r][f] = fused(get_float(weights + r * stride + b * BLOCK + at), value, sum[r][f]);
                 }
             }
         }
@@ -109,7 +109,7 @@ INLINE void mix_rows(const int rows, const float *weights, long stride, const el
                 for (int s = 0; s < slice; s++) {
                     vec value = load(block + t * HEAD_DIM + s * LANES);
                     fetch(next, t * HEAD_DIM + s * LANES);
-                    for (int r = 0; r < rows; r++) sum[r][s] += weight[r * stride + t] * value;
+                    for (int r = 0; r < rows; r++) sum[r][s] = fused(splat(weight[r * stride + t]), value, sum[r][s]);
                 }
         }
         for (int r = 0; r < rows; r++)

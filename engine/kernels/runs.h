@@ -2,10 +2,6 @@
 
 #include <math.h>
 
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
-
 #include "vectors.h"
 
 #define RUN 64

@@ -145,7 +145,7 @@ typedef struct { float temperature, inverse, scaled, least; } Scale;
 /* Return the weights, relative to the best logit, of what may be drawn. */
 INLINE vec weigh(vec x, Scale scale) {
     vec quotient = x * scale.inverse; /* division, rounded right in two more steps */
-    quotient += (x - quotient * scale.temperature) * scale.inverse;
+    quotient = fused(fused(quotient, splat(-scale.temperature), x), splat(scale.inverse), quotient);
     return choose(x >= splat(scale.least), exponential(quotient - scale.scaled), splat(0));
 }
 

@@ -3,6 +3,11 @@
 
 #include <stdint.h>
 #include <string.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -28,11 +33,25 @@ typedef uint32_t uvec __attribute__((vector_size(BYTES)));
 typedef float loose_vec __attribute__((vector_size(BYTES), aligned(4), may_alias)); /* in memory: any address */
 typedef uint16_t half_vec __attribute__((vector_size(BYTES / 2), aligned(2), may_alias));
 
-INLINE vec splat(float x) { return (vec){0} + x; }
+INLINE vec splat(float x) { return x - (vec){0}; } /* with a plus the compiler would add, for the sake of -0 */
 INLINE vec get_float(const float *from) { return *(const loose_vec *)from; }
 INLINE void put_float(float *to, vec x) { *(loose_vec *)to = x; }
 INLINE vec bfloat_lanes(const uint16_t *from) {
     return (vec)(__builtin_convertvector(*(const half_vec *)from, uvec) << 16);
+}
+
+/* a * b + c, rounded once where the CPU can. Kernels say where they want it, and are compiled without contraction
+ * (c_library.py): a compiler contracts as it likes, in the loop for one row otherwise than in that for many. */
+INLINE vec fused(vec a, vec b, vec c) {
+#if LANES == 16
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
 }
 INLINE vec choose(ivec mask, vec yes, vec no) { return (vec)(((ivec)yes & mask) | ((ivec)no & ~mask)); }
 
@@ -58,17 +77,17 @@ INLINE void put(elem *to, vec x) { put_float(to, x); }
 
 /* e^x to 2 units in the last place for x <= 88, 0 below -87; source: the polynomial of Cephes' expf. */
 INLINE vec exponential(vec x) {
-    vec shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f; /* adding 1.5 x 2^23 rounds */
-    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vec shifted = fused(x, splat(1.44269504f), splat(12582912.0f)), n = shifted - 12582912.0f; /* + 1.5 x 2^23 rounds */
+    vec r = fused(n, splat(2.12194440e-4f), fused(n, splat(-0.693359375f), x));
     vec y = splat(1.9875691500e-4f);
-    y = y * r + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * r * r + r + 1.0f;
+    y = fused(y, r, splat(1.3981999507e-3f));
+    y = fused(y, r, splat(8.3334519073e-3f));
+    y = fused(y, r, splat(4.1665795894e-2f));
+    y = fused(y, r, splat(1.6666665459e-1f));
+    y = fused(y, r, splat(5.0000001201e-1f));
+    y = fused(y * r, r, r) + 1.0f;
     ivec power = (__builtin_convertvector(n, ivec) + 127) << 23;
-    return choose(x < splat(-87.0f), splat(0), y * (vec)power);
+    return (vec)((ivec)(y * (vec)power) & ~(x < splat(-87.0f)));
 }
 
 INLINE vec hyperbolic_tangent(vec x) {

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.attention.base import LayerCache
 from engine.config import EngineConfig
 from engine.kv.cache_size import gpu_budget
-from engine.kv.cache_specs import CacheSpec, FullAttentionSpec, LatentSpec, RecurrentSpec, Shape
+from engine.kv.cache_specs import TOKEN_ID, CacheSpec, FullAttentionSpec, LatentSpec, RecurrentSpec, Shape
 
 
 class KVCache:
@@ -25,6 +25,7 @@ class KVCache:
     states: one for each shape and dtype of recurrent states, [number of those, num_states, *shape]: slots of running
     sequences, of snapshots, and a last one for steps without sequences. What is in a slot that nothing was written to
     is never read.
+    token_ids: [num_blocks, block_size] int32, whose keys and values are in each place: copied with them.
     layers: a `LayerCache` for each layer of keys and values, for others their tensors, [num_blocks, *shape] or
     [num_states, *shape].
     scales: of each layer, see `LayerCache`.
@@ -47,6 +48,7 @@ class KVCache:
             blocks.count(spec.shapes(block_size), spec.dtype)
             if isinstance(spec, RecurrentSpec):
                 states.count(spec.state, spec.dtype)
+        blocks.count([(block_size,)], TOKEN_ID)
         self.tensors = blocks.allocate(num_blocks, device)
         self.states = states.allocate(num_states, device)
         self._num_bytes = [tensor.untyped_storage().nbytes() for tensor in (*self.tensors, *self.states)]
@@ -57,6 +59,7 @@ class KVCache:
             else _layer(spec, blocks.next(spec.shapes(block_size), spec.dtype), scale)
             for spec, scale in zip_longest(specs, scales)
         )
+        (self.token_ids,) = blocks.next([(block_size,)], TOKEN_ID)
 
     def copy(self, pairs: Tensor) -> None:
         """Copy whole blocks in all layers: pairs is [num_copies, 2], (source, destination)."""

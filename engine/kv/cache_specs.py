@@ -1,6 +1,7 @@
 """What a layer keeps of the tokens that it has seen: in each block of the cache, or of each sequence a state.
 
-Blocks are one pool with one space of ids for all layers, however unlike they are: a block has a part for each layer.
+Blocks are one pool with one space of ids for all layers, however unlike they are: a block has a part for each layer,
+and one for the ids of its tokens.
 So are the slots of states: those of running sequences, behind them snapshots, and one for steps without sequences.
 """
 
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 Shape = tuple[int, ...]
+TOKEN_ID = torch.int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +88,8 @@ class RecurrentSpec(CacheSpec):
 
 
 def block_bytes(specs: Iterable[CacheSpec], block_size: int) -> int:
-    """Return the bytes of one block on one rank: the parts of all layers."""
-    return sum(spec.block_bytes(block_size) for spec in specs)
+    """Return the bytes of one block on one rank: the parts of all layers, and the ids of its tokens."""
+    return sum(spec.block_bytes(block_size) for spec in specs) + block_size * TOKEN_ID.itemsize
 
 
 def state_bytes(specs: Iterable[CacheSpec]) -> int:

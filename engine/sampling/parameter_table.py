@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +17,17 @@ NO_LOGPROBS = -1
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a sequence may draw, as arrays made once."""
+    """What a sequence may draw, as arrays made once.
+
+    Bad words are apart by length. banned: those of one token. pairs: of two, first and last. longer: the others, by
+    their last token but two.
+    """
 
     biases: tuple[Ints, Floats] | None = None
     allowed: Ints | None = None
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    banned: Ints | None = None
+    pairs: tuple[Ints, Ints] | None = None
+    longer: Mapping[int, list[tuple[int, ...]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, params: SamplingParams) -> Rules:
@@ -28,10 +35,18 @@ class Rules:
         if not (params.logit_bias or params.allowed_token_ids or params.bad_words_ids):
             return NO_RULES
         ids, biases = zip(*params.logit_bias, strict=True) if params.logit_bias else ((), ())
+        banned = [word[0] for word in params.bad_words_ids if len(word) == 1]
+        firsts, lasts = np.array([word for word in params.bad_words_ids if len(word) == 2], np.int32).reshape(-1, 2).T
+        longer: dict[int, list[tuple[int, ...]]] = {}
+        for word in params.bad_words_ids:
+            if len(word) > 2:
+                longer.setdefault(word[-3], []).append(word)
         return cls(
             (np.array(ids, np.int32), np.array(biases, np.float32)) if ids else None,
             np.array(params.allowed_token_ids, np.int32) if params.allowed_token_ids else None,
-            params.bad_words_ids,
+            np.array(banned, np.int32) if banned else None,
+            (firsts, lasts) if firsts.size else None,
+            longer,
         )
 
 

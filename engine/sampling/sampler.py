@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.device.gpu import upload, upload_column
 from engine.report import Floats, Ints, SamplingInputs
+from engine.sampling.device_rules import DeviceRules
 from engine.sampling.gumbel import RUN, TokenDraws, best_values, draw_by_gumbel, first_best, log_sum_exp, row_keys
 from engine.sampling.logit_rules import NEVER, apply_rules, forbid, of_rows, ruled_rows
 from engine.sampling_params import MAX_LOGPROBS
@@ -49,7 +50,7 @@ MORE = 16
 
 
 def sample(
-    logits: Tensor, inputs: SamplingInputs, draws: TokenDraws | None = None, before: Tensor | None = None
+    logits: Tensor, inputs: SamplingInputs, draws: TokenDraws | None = None, rules: DeviceRules | None = None
 ) -> DeviceOutputs:
     """Choose one token per row of `logits`, [num_samples, vocab], which may be overwritten.
 
@@ -59,12 +60,13 @@ def sample(
 
     draws: made for the device; without them torch's operations serve, which wait for the device where top-p is set.
     Logits in 16 bits are widened by what draws, as it reads them; for all else here there is a copy in fp32.
-    before: the tokens of the step before, where rules want them (see `apply_rules`).
+    rules: see `apply_rules`; nothing is kept for another step without them.
     """
+    rules = rules or DeviceRules()
     if draws is not None and logits.device.type == "cpu" and inputs.changes_logits:
         rows = ruled_rows(inputs)
         if rows is not None and len(rows) < len(logits):
-            return _sample_apart(logits, inputs, rows, draws, before)
+            return _sample_apart(logits, inputs, rows, draws, rules)
     wants_logprobs = inputs.num_logprobs >= 0
     changed = inputs.changes_logits
     if changed or wants_logprobs or draws is None:
@@ -73,7 +75,7 @@ def sample(
     raw = logits.clone() if wants_logprobs and overwritten else logits
     came_sound = logits.amax(dim=-1).isfinite() if changed else None
     if changed:
-        apply_rules(logits, inputs, draws.forbid if draws else forbid, before)
+        apply_rules(logits, inputs, draws.forbid if draws else forbid, rules)
     drawn = draws.draw(logits, inputs) if draws else _drawn(logits, inputs)
     logprobs = _scored(raw, drawn, inputs, draws)
     if came_sound is not None:
@@ -82,13 +84,13 @@ def sample(
 
 
 def _sample_apart(
-    logits: Tensor, inputs: SamplingInputs, rows: NDArray[np.int64], draws: TokenDraws, before: Tensor | None
+    logits: Tensor, inputs: SamplingInputs, rows: NDArray[np.int64], draws: TokenDraws, rules: DeviceRules
 ) -> DeviceOutputs:
     """`sample`, where rules change the logits of some `rows` alone: only these are copied."""
     drawn = draws.draw(logits, inputs)
     if rows.size:
         (index,) = upload([rows], logits.device)
-        ruled = sample(logits.index_select(0, index), of_rows(inputs, rows), draws, before)
+        ruled = sample(logits.index_select(0, index), of_rows(inputs, rows, rules), draws, rules)
         drawn.index_copy_(0, index, ruled.token_ids)
     return DeviceOutputs(drawn, _scored(logits, drawn, inputs, draws))
 

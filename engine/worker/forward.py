@@ -13,12 +13,14 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend, AttentionContext, StepTensors
 from engine.config import EngineConfig
 from engine.device.gpu import upload
+from engine.inputs.block_table import rows_of
 from engine.inputs.step_buffers import StepBuffers, to_device
 from engine.inputs.token_feedback import TokenFeedback
 from engine.kernels.recurrent import StateRows
 from engine.kv.cache import KVCache, opened_blocks
 from engine.models.causal_lm import CausalLM
 from engine.report import StepInputs
+from engine.sampling.device_rules import TokenLogs
 from engine.sampling.sharded_draw import OutputHead
 from engine.worker.graph_pool import GraphDevice, GraphPool
 from engine.worker.graph_sizes import NO_SIZES, GraphSizes
@@ -42,11 +44,13 @@ class Passed:
     """What a forward pass gives; the next one may overwrite it.
 
     rows: of what `head` makes wanted logits, in order. pooled: sums of hidden states, [num_pooled, hidden] fp32.
+    logs: the tokens of all rows of the step.
     """
 
     rows: Tensor
     head: OutputHead
     pooled: Tensor
+    logs: TokenLogs
 
 
 class CachedModel:
@@ -59,6 +63,7 @@ class CachedModel:
 
     def states(self, step: StepTensors, metadata: object, rows: StateRows | None = None) -> Tensor:
         """Return the hidden states of a step, [num_tokens, hidden]. metadata: of the attention backend."""
+        self.cache.token_ids.view(-1).index_copy_(0, step.slot_mapping, step.input_ids)
         context = AttentionContext(self.attention, metadata, self.cache.layers, rows)
         return self.model(step.input_ids, step.positions, context)
 
@@ -142,15 +147,22 @@ class Forward:
         if self.graphs is not None and (size := self.graphs.choose(inputs)) is not None:
             self._before(inputs, *self.graphs.load(inputs, size))
             logits = self.graphs.run(inputs.num_reqs, size)
-            return Passed(logits, self._rest, logits[:0])
+            return Passed(logits, self._rest, logits[:0], self._logs(inputs))
         if self.mixed is not None and (fit := self.mixed.choose(inputs)) is not None:
             self._before(inputs, *self.mixed.load(inputs, fit))
             states, logits = self.mixed.run(inputs, fit)
-            return Passed(logits, self._rest, self._pooled(states, inputs))
+            return Passed(logits, self._rest, self._pooled(states, inputs), self._logs(inputs))
         parts = split_step(inputs, PART_TOKENS) if self._buffers is None else [inputs]
         found = [self._layers(part) for part in parts]
         hidden = torch.cat([rows for rows, _ in found]) if len(found) > 1 else found[0][0]
-        return Passed(hidden, self._over.model, torch.stack([pooled for _, pooled in found]).sum(dim=0))
+        pooled = torch.stack([pooled for _, pooled in found]).sum(dim=0)
+        return Passed(hidden, self._over.model, pooled, self._logs(inputs))
+
+    def _logs(self, inputs: StepInputs) -> TokenLogs:
+        ids = self._over.cache.token_ids
+        if self._buffers is None:
+            return TokenLogs(ids, torch.from_numpy(inputs.block_tables), np.arange(inputs.num_reqs, dtype=np.int32))
+        return TokenLogs(ids, self._buffers.table, rows_of(inputs.slots, inputs.num_reqs))
 
     def _layers(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """Run the layers; returns the rows whose logits are wanted, and the sums of what is pooled.

@@ -17,7 +17,10 @@ from torch import nn
 from engine.config import EngineConfig
 from engine.device.gpu import why_no_triton
 from engine.errors import ConfigError
-from engine.kernels.compiler import NATIVE, chosen_isa
+from engine.kernels.compiler import chosen_isa
+from engine.kernels.native import NativeKernels
+from engine.kernels.native_linear import PanelLinear
+from engine.layers.mla import HeadProducts
 from engine.layers.moe import Experts
 from engine.loader.fingerprint import sources_digest
 from parallel.group import Group
@@ -40,10 +43,14 @@ def arithmetic_of(
     """
     layers = [layer for layer in model.modules() if isinstance(layer, ParallelLinear)]
     kernels = {type(layer.kernels).__name__ for layer in model.modules() if hasattr(layer, "kernels")}
+    # A product or an attention of torch's goes by more of a CPU than its level.
+    ours = attention == "native" and kernels == {NativeKernels.__name__}
+    ours &= all(isinstance(layer.method, PanelLinear) for layer in layers)
+    ours &= not any(isinstance(part, Experts | HeadProducts) for part in model.modules())
     return {
         "code": sources_digest(),
         "libraries": ", ".join(f"{name} {found}" for name in LIBRARIES if (found := _version(name)) is not None),
-        "device": _device(group.device),
+        "device": _device(group.device, ours),
         "layers": type(model).__name__,
         "tensor_parallel_size": str(group.size),
         "attention": attention,
@@ -55,18 +62,17 @@ def arithmetic_of(
     }
 
 
-def _device(device: torch.device) -> str:
+def _device(device: torch.device, ours: bool) -> str:
+    """Return what of it decides bits; ours: whether kernels of our own compute all that is summed."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)} ({major}.{minor})"
     probe = getattr(torch.cpu, "get_capabilities", None)  # newer than torch 2.11
-    found = probe() if probe else {}
+    found = probe() if probe and not ours else {}
     can = sorted(f"{name}={value}" for name, value in found.items() if value and not name.startswith(NOT_COMPUTING))
-    isa = chosen_isa()
-    if isa != NATIVE:
-        can.append(f"taken for {isa}")
-    # A product of many rows is cut by the number of threads, and so are its sums.
-    return ", ".join([torch.backends.cpu.get_cpu_capability(), f"{torch.get_num_threads()} threads", *can])
+    # A product of torch's of many rows is cut by the number of threads, and so are its sums.
+    threads = f"{torch.get_num_threads()} threads"
+    return ", ".join([f"kernels for {chosen_isa()}", torch.backends.cpu.get_cpu_capability(), threads, *can])
 
 
 def _version(name: str) -> str | None:

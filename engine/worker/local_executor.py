@@ -198,9 +198,9 @@ class WorkerGroupExecutor(Executor):
         try:
             yield
         except ParallelError as error:
-            reason = exit_reason(self._workers) or str(error)
-            if step_timeout is not None and isinstance(error, ChannelTimeout):
-                reason += f"; step_timeout is {step_timeout:g} s"
+            late = step_timeout is not None and isinstance(error, ChannelTimeout)
+            setting = f"; step_timeout is {step_timeout:g} s" if late else ""
+            reason = exit_reason(self._workers) or f"{error}{setting}"
             self.close()
             raise EngineDeadError(f"the tensor-parallel group broke {when}: {reason}") from error
         except BaseException:

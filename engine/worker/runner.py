@@ -40,6 +40,7 @@ from engine.models.causal_lm import CausalLM
 from engine.quantization.select import choose_products, hold_in_int8, quantization_of
 from engine.report import Ints, SamplingInputs, StepInputs, StepOutputs
 from engine.resolve import resolve
+from engine.sampling.device_rules import DeviceRules
 from engine.sampling.sampler import DeviceOutputs
 from engine.sampling.sharded_draw import draw_apart
 from engine.worker.executor import Pending
@@ -95,6 +96,7 @@ class ModelRunner:
         self.group = group
         self._host_side = HostSide(group.device)
         self._carry = TokenFeedback(group)
+        self._rules = DeviceRules()
         self._draws = None if config.attention_backend == "reference" else select_draws(group.device)
         self.phases: dict[str, float] = dict(folder.phases)
         self._folder = folder
@@ -155,7 +157,8 @@ class ModelRunner:
             return None if sampling is None else DeviceOutputs(tokens)
         pieces = (head.logits(piece) for piece in rows.split(self._logit_rows)) if len(rows) else iter(())
         if sampling is not None:
-            return outputs_of(pieces, sampling, self._draws, self._carry.drawn)
+            self._rules.logs = None if sampling.histories is None else passed.logs
+            return outputs_of(pieces, sampling, self._draws, self._rules)
         for _ in pieces:
             pass
         return None
@@ -173,6 +176,7 @@ class ModelRunner:
             self._offloaded.offload(tensors_of(self.model))
         del self._forward
         self._cache.drop()
+        self._rules = DeviceRules()
         give_back(self.group.device)
         self._level = level
         self._meet()

@@ -13,6 +13,7 @@ from typing_extensions import override
 from engine.device.gpu import as_step_memory_error, upload
 from engine.errors import StepMemoryError
 from engine.report import Ints, Logprobs, PromptScores, SamplingInputs, StepOutputs
+from engine.sampling.device_rules import DeviceRules
 from engine.sampling.gumbel import TokenDraws
 from engine.sampling.sampler import FAILED, STUCK, DeviceLogprobs, DeviceOutputs, sample, score
 from engine.worker.executor import Pending
@@ -109,14 +110,14 @@ def outputs_of(
     pieces: Iterable[Tensor],
     sampling: SamplingInputs,
     draws: TokenDraws | None = None,
-    before: Tensor | None = None,
+    rules: DeviceRules | None = None,
 ) -> DeviceOutputs:
     """Draw the step's tokens and score its prompt tokens.
 
     pieces: the wanted logits in order, [some, vocab] each. Only rows that are drawn from are kept, so that a
     long prompt whose log-probabilities are wanted never has all its logits in memory. Where there is no memory even
     for a piece's, there are none, and the step goes on: the other ranks must not wait in vain, nor other requests
-    lose their tokens. draws, before: see `sample`.
+    lose their tokens. draws, rules: see `sample`.
     """
     drawn: list[Tensor] = []
     scored = None if sampling.prompt is None else _Scored(sampling.prompt, draws)
@@ -128,7 +129,7 @@ def outputs_of(
         start += len(piece)
         del piece  # or it would lie beside the next
     if len(sampling.temperature):
-        outputs = sample(_joined(drawn), sampling, draws, before)
+        outputs = sample(_joined(drawn), sampling, draws, rules)
     else:
         outputs = DeviceOutputs(torch.empty(0, dtype=torch.int32))
     if scored is not None:

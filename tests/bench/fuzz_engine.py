@@ -6,7 +6,7 @@
 `wild_batches` makes them: all parameters at once, over all families, on one rank and two. A choice of n > 1 is drawn
 alone, too, as by an engine that goes on with it. What the tight engine tells must be equal, bit by bit: tokens, ends,
 log-probabilities. Only a mean of hidden states may be rounded otherwise, which depends on the chunks of its prompt. A
-batch that fails is made short, and printed as Python.
+batch that fails is made short, and printed as Python: `Fuzz(0).differences(Batch(...))` runs it again.
 """
 
 from __future__ import annotations

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from engine.kernels.native_sampler import NativeDraws, draw_library
 from engine.report import SamplingInputs
-from engine.sampling.sampler import sample
 from tests.bench.machine import provenance
-from tests.parity.stepping import sampling
+from tests.parity.stepping import sample, sampling
 
 VOCAB = 151_936  # Qwen3
 CASES: dict[str, dict[str, float]] = {

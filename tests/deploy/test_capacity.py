@@ -232,7 +232,7 @@ def test_a_cache_of_so_many_bytes_is_planned_whatever_share_of_the_gpu_may_be_us
     assert 0 <= (4 << 30) - found.kv_bytes < found.footprint.block_bytes
     assert found.allowed_bytes == GPUS["H100"].total_bytes
     _, shown, _ = squadron(model, "--gpu", "H100", "--kv-cache-memory-bytes", "4G", "--max-model-len", "32k")
-    assert "KV cache                   4.0 GiB  32,752 tokens" in shown
+    assert "KV cache                   4.0 GiB  32,736 tokens" in shown
     assert "--gpu-memory-utilization" not in shown
 
 

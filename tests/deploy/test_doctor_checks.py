@@ -28,7 +28,7 @@ from deploy.doctor.machine import (
 )
 from deploy.doctor.network import check_port, hub, port_free, ray_cluster
 from deploy.doctor.packages import check_shadowed, check_versions, package_versions, python_version, shadowed
-from engine.kernels.compiler import isas
+from engine.kernels.compiler import chosen_isa
 from engine.kernels.native_linear import product_library
 
 HOME = Path("/srv/squadron")
@@ -246,7 +246,11 @@ def test_gpus_are_counted_by_their_device_files(tmp_path):
             "ok",
             "products compiled for avx512_bf16",
         ),
-        ({"gpu": False, "fp8": False, "compiled": None}, "warning", "by torch's products"),
+        (
+            {"gpu": False, "fp8": False, "compiled": None, "why": "multiply.c is wrong"},
+            "warning",
+            "multiply.c is wrong",
+        ),
     ],
 )
 def test_what_multiplies_by_quantised_weights_is_told(report, level, words):
@@ -268,7 +272,7 @@ def test_the_probe_of_weights_says_what_this_machine_runs():
     found = ask("weights", seconds=120.0)
     if not found["gpu"]:
         compiled = product_library(torch.float32) is not None
-        assert found["compiled"] == ((isas() or ["this CPU"])[-1] if compiled else None)
+        assert found["compiled"] == (chosen_isa() if compiled else None)
 
 
 # Ports.

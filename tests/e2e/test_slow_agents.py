@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 START_SECONDS = 120
 STARTS = """
+import os
+import signal
 import threading
 
 import psutil
 
+from deploy.cli.processes import Interrupts
 from deploy.serve.environment import prepare_ray
 
 prepare_ray(None)
 import ray
+from deploy.serve.fork_server import fork_server
 from deploy.serve.ray_cluster import LocalRay
 
 AGENTS = ("dashboard/agent.py", "runtime_env/agent/main.py")
@@ -37,21 +42,32 @@ def stop_agents():
 
 stopper = threading.Thread(target=stop_agents)
 stopper.start()
-try:
-    cluster = LocalRay(1.0, verbose=False, forks=None)
-finally:
-    started.set()
-    stopper.join()
-    for agent in stopped.values():
-        agent.resume()
-answer = ray.get(ray.remote(lambda: 42).options(num_cpus=1, runtime_env={"env_vars": {"ASKED": "1"}}).remote())
-print(sorted(stopped), answer)
-cluster.stop()
+with Interrupts() as interrupts:
+    forks = fork_server()
+    if forks is not None:
+        os.kill(forks.pid, signal.SIGSTOP)  # imports, and does not come to its turn
+    try:
+        cluster = LocalRay(1.0, verbose=False, interrupts=interrupts, forks=forks)
+    finally:
+        started.set()
+        stopper.join()
+        for agent in stopped.values():
+            agent.resume()
+        if forks is not None:
+            os.kill(forks.pid, signal.SIGCONT)
+    answer = ray.get(ray.remote(lambda: 42).options(num_cpus=1, runtime_env={"env_vars": {"ASKED": "1"}}).remote())
+    print(sorted(stopped), answer)
+    cluster.stop()
 """
 
 
-def test_ray_starts_while_its_agents_do_not_run() -> None:
+def test_ray_starts_while_neither_its_agents_run_nor_what_forks_its_workers() -> None:
     run = subprocess.run(
-        [sys.executable, "-c", STARTS], capture_output=True, text=True, timeout=START_SECONDS, check=False
+        [sys.executable, "-c", STARTS],
+        capture_output=True,
+        text=True,
+        timeout=START_SECONDS,
+        check=False,
+        env={**os.environ, "RAY_worker_register_timeout_seconds": "5"},
     )
     assert run.stdout == "['dashboard/agent.py', 'runtime_env/agent/main.py'] 42\n", run.stdout + run.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import deque
 
-import numpy as np
 from typing_extensions import override
 
 from engine.kv.block_manager import BlockManager, token_bytes
@@ -15,14 +14,10 @@ from tests.fake_executor import FakeExecutor
 
 
 class LateExecutor(FakeExecutor):
-    """Runs launched steps in order, each when it or a later one is asked for.
-
-    ids: the token whose K/V each place of the cache holds now, [num_blocks, block_size]; -1 = nothing was written.
-    """
+    """Runs launched steps in order, each when it or a later one is asked for."""
 
     def __init__(self, num_blocks: int, block_size: int, vocab_size: int) -> None:
         super().__init__(num_blocks, block_size, vocab_size)
-        self.ids = np.full((num_blocks, block_size), -1, np.int32)
         self.queue: deque[LateStep] = deque()
         self.fed: list[list[int]] = []  # the input ids of each step, as they were when it ran
         self.closed = False
@@ -42,15 +37,8 @@ class LateExecutor(FakeExecutor):
             step.outputs = self.execute(step.inputs, step.sampling)
 
     @override
-    def execute(self, inputs: StepInputs, sampling: SamplingInputs) -> StepOutputs:
-        sources, targets = inputs.copy_blocks.T
-        self.ids[targets] = self.ids[sources]
-        return super().execute(inputs, sampling)
-
-    @override
     def _store(self, inputs: StepInputs) -> None:
         super()._store(inputs)
-        self.ids.reshape(-1)[inputs.slot_mapping] = inputs.input_ids
         self.fed.append(inputs.input_ids.tolist())
 
     @override

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.sampling.sampler import sample
 from engine.worker.step_outputs import HostSide, outputs_of
-from tests.parity.stepping import sampling
+from tests.parity.stepping import sample, sampling
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,13 +7,25 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from engine.report import SamplingInputs, StepInputs, StepOutputs
-from engine.sampling.sampler import sample
+from engine.report import Histories, SamplingInputs, StepInputs, StepOutputs
+from engine.sampling import sampler
+from engine.sampling.device_rules import DeviceRules, TokenLogs
+from engine.sampling.gumbel import TokenDraws
+from engine.sampling.sampler import DeviceOutputs
 from engine.worker.step_outputs import on_host
 
 
-def sampling(rows: int, **values) -> SamplingInputs:
-    """Greedy sampling of `rows` rows, with some arrays given otherwise (scalars are repeated)."""
+class Given(SamplingInputs):
+    """What a step samples with. logs: the tokens of its rows."""
+
+    logs: TokenLogs | None = None
+
+
+def sampling(rows: int, prompt_ids=None, output_ids=None, **values) -> Given:
+    """Greedy sampling of `rows` rows, with some arrays given otherwise (scalars are repeated).
+
+    prompt_ids, output_ids: [rows, most], -1 where there is none.
+    """
 
     def array(name, default, dtype):
         return np.broadcast_to(np.asarray(values.pop(name, default), dtype), (rows,)).copy()
@@ -30,10 +42,35 @@ def sampling(rows: int, **values) -> SamplingInputs:
         "presence_penalty": array("presence_penalty", 0, np.float32),
         "frequency_penalty": array("frequency_penalty", 0, np.float32),
     }
-    return SamplingInputs(**known, **values)
+    given = Given(**known, **values)
+    if prompt_ids is not None:
+        follow(given, prompt_ids, prompt_ids[:, :0] if output_ids is None else output_ids)
+    return given
 
 
-def drawn(logits: torch.Tensor, inputs: SamplingInputs) -> StepOutputs:
+def follow(given: Given, prompts, outputs) -> None:
+    """Lay the tokens that the rows follow out in blocks of four, scattered."""
+    histories = [row[row >= 0].tolist() for row in np.concatenate([prompts, outputs], axis=1)]
+    width = max(1, -(-max(map(len, histories)) // 4))
+    tables = np.random.default_rng(0).permutation(len(histories) * width).reshape(-1, width)
+    ids = np.full((tables.size, 4), -7, np.int32)
+    for table, history in zip(tables, histories, strict=True):
+        ids[table] = as_ints([*history, *[-7] * (4 * width - len(history))]).reshape(width, 4)
+    starts = (prompts >= 0).sum(axis=1)
+    rows = np.arange(len(histories), dtype=np.int32)
+    given.histories = Histories(rows, as_ints(starts), as_ints([len(history) for history in histories]))
+    given.logs = TokenLogs(torch.from_numpy(ids), torch.from_numpy(tables.astype(np.int32)), rows)
+
+
+def sample(logits: torch.Tensor, inputs: Given, draws: TokenDraws | None = None) -> DeviceOutputs:
+    """Sample as a step does whose rows are `inputs.logs`."""
+    logs = inputs.logs
+    if logs is not None:
+        logs = TokenLogs(logs.ids.to(logits.device), logs.tables.to(logits.device), logs.rows)
+    return sampler.sample(logits, inputs, draws, DeviceRules(logs))
+
+
+def drawn(logits: torch.Tensor, inputs: Given) -> StepOutputs:
     """Sample on the CPU."""
     return on_host(sample(logits, inputs))
 

@@ -5,17 +5,15 @@ Sources: Google's page on Gemma 4's prompt format; vLLM's page on its `gemma4` p
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Generator
-from math import isfinite
-from typing import Any, NoReturn
+from typing import Any
 
 from cluster.openai.parsers.reader import MalformedCallError, Reader, Step
 from cluster.openai.parsers.reasoning import ReasoningParser
 from cluster.openai.parsers.tagged_formats import text_until
 from cluster.openai.parsers.tool_formats import read_word
-from cluster.openai.parsers.tool_parser import MarkedParser
+from cluster.openai.parsers.tool_parser import MarkedParser, value_of_json, written
 
 QUOTE = '<|"|>'
 DEEPEST = 64  # arguments within arguments
@@ -46,7 +44,7 @@ class Gemma4ToolParser(MarkedParser):
             raise MalformedCallError
         yield from reader.space()
         arguments = yield from _read_object(reader, 0)
-        reader.open_call(name, json.dumps(arguments, ensure_ascii=False))
+        reader.open_call(name, written(arguments))
         if not self.one_more():
             return
         yield from reader.space()
@@ -68,16 +66,9 @@ def _read_value(reader: Reader, depth: int) -> Generator[None, None, Any]:
         return (yield from _read_list(reader, depth))
     text = yield from _read_bare(reader)
     try:
-        found = json.loads(text, parse_constant=_refuse)
+        return value_of_json(text)
     except ValueError as error:
         raise MalformedCallError from error
-    if isinstance(found, float) and not isfinite(found):
-        raise MalformedCallError
-    return found
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
 
 
 def _read_object(reader: Reader, depth: int) -> Generator[None, None, dict[str, Any]]:

@@ -6,15 +6,13 @@ Sources: Meta's pages on the prompt formats of Llama 3.2 and 4; vLLM's page on t
 from __future__ import annotations
 
 import ast
-import json
-import math
 import re
 from collections.abc import Generator
 from typing import Any
 
 from cluster.openai.parsers.reader import MAX_DEPTH, MalformedCallError, Reader, Sink, Step, read_comma
 from cluster.openai.parsers.tool_formats import read_word
-from cluster.openai.parsers.tool_parser import ToolParser, read_content
+from cluster.openai.parsers.tool_parser import ToolParser, read_content, written
 
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _PLAIN = re.compile(r"""[^'"()\[\]{}\\]+""")
@@ -64,7 +62,7 @@ class PythonicParser(ToolParser):
         if name not in self.names:
             raise MalformedCallError
         yield from _read_brackets(reader, "(")
-        reader.open_call(name, json.dumps(arguments_of(reader.since(mark)[len(name) :]), ensure_ascii=False))
+        reader.open_call(name, written(arguments_of(reader.since(mark)[len(name) :])))
 
 
 def _read_brackets(reader: Reader, opening: str) -> Generator[None, None, None]:
@@ -123,9 +121,7 @@ def arguments_of(text: str) -> dict[str, Any]:
 
 
 def _value_of(node: ast.expr) -> Any:
-    if isinstance(node, ast.Constant) and (
-        isinstance(node.value, str | int | None) or (isinstance(node.value, float) and math.isfinite(node.value))
-    ):
+    if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
         return node.value
     if isinstance(node, ast.Name) and node.id in _JSON_WORDS:
         return _JSON_WORDS[node.id]

@@ -5,13 +5,12 @@ Sources: chat templates of GLM-4.5, MiniMax M2 and Qwen3-Coder; vLLM's pages on 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Mapping
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 from cluster.openai.parsers.reader import MalformedCallError, Reader, Step
 from cluster.openai.parsers.tool_formats import read_word
-from cluster.openai.parsers.tool_parser import MarkedParser
+from cluster.openai.parsers.tool_parser import MarkedParser, value_of_json, written
 
 Arguments = dict[str, Any]
 WORDS = {"true": True, "false": False, "null": None, "none": None}  # as they, or as Python writes them
@@ -31,7 +30,7 @@ class TaggedParser(MarkedParser):
 
     def send(self, reader: Reader, name: str, arguments: Arguments) -> None:
         """Send a call whose end was read."""
-        reader.open_call(name, json.dumps(arguments, ensure_ascii=False))
+        reader.open_call(name, written(arguments))
 
 
 class Glm45Parser(TaggedParser):
@@ -166,11 +165,7 @@ def value_of(text: str, schema: Mapping[str, Any]) -> Any:
     if bare.lower() in WORDS:
         return WORDS[bare.lower()]
     try:
-        found = json.loads(bare, parse_constant=_refuse)
+        found = value_of_json(bare)
     except (ValueError, RecursionError):
         return text
     return text if "string" in types and isinstance(found, str) else found
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")

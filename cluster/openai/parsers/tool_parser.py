@@ -9,8 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from math import isfinite
 from random import Random, SystemRandom
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from cluster.openai.parsers.reader import (
     MalformedCallError,
@@ -28,6 +29,7 @@ from cluster.openai.parsers.reader import (
 
 MakeCallId = Callable[[Random], str]
 _ARGUMENTS = frozenset({"arguments", "parameters"})  # Llama 3 says parameters, all others arguments
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 NO_ARGUMENTS = "{}"
 
 
@@ -301,16 +303,51 @@ def read_arguments(reader: Reader) -> Step:
     reader.turn(Sink.HELD)
 
 
+def value_of_json(text: str) -> Any:
+    """Return a value; raises `ValueError` or `RecursionError` for what is none, or what Python cannot hold and write.
+
+    That is a number beyond a float's, or an integer of thousands of digits; NaN is no JSON.
+    """
+    return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+
+
+def written(arguments: Mapping[str, Any]) -> str:
+    """Return arguments as JSON that is text: half a surrogate pair is written as the escape that it was.
+
+    Raises `MalformedCallError` for numbers that cannot be written.
+    """
+    try:
+        return _escaped(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    except (ValueError, RecursionError) as error:
+        raise MalformedCallError from error
+
+
+def _escaped(text: str) -> str:
+    """Return JSON with an escape for each half of a surrogate pair, which no encoding has."""
+    return _HALF_PAIR.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _finite(text: str) -> float:
+    if isfinite(number := float(text)):
+        return number
+    raise ValueError(f"{text[:20]} is more than a float holds")
+
+
 def _as_object(text: str) -> str:
     """Some models write null for no arguments, and some the object as a string."""
     if text.startswith("{"):
         return text
     if text == "null":
         return NO_ARGUMENTS
-    inner = json.loads(text) if text.startswith('"') else None
-    try:
-        if len(text) < 2**16 and inner and isinstance(json.loads(inner), dict):
-            return str(inner)
-    except (ValueError, RecursionError):
-        pass  # reported below: it is no object either way
+    if text.startswith('"') and len(text) < 2**16:
+        inner: str = json.loads(text)
+        try:
+            if isinstance(value_of_json(inner), dict):
+                return _escaped(inner)
+        except (ValueError, RecursionError):
+            pass  # reported below: it is no object either way
     raise MalformedCallError

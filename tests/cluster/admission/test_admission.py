@@ -503,3 +503,13 @@ def test_whatever_comes_each_ends_once_and_nothing_is_left(arrivals):
 def test_bounds_that_cannot_be_are_refused_by_name():
     with pytest.raises(ConfigError, match="target_ttft"):
         AdmissionConfig(target_ttft=0.0)
+
+
+@pytest.mark.parametrize(("tenant", "asked", "given"), [("a", -5, 0), ("a", 5, 5), (OPEN.name, -5, -5)])
+async def test_no_tenant_is_more_urgent_than_others_in_a_replica(tenant, asked, given):
+    """The replica's scheduler knows no tenants: what it gets can order a tenant's own requests alone."""
+    source = FakeSource(lambda *_: (5,), eos=5)
+    admission = AdmissionQueue(source, lambda: UNBOUNDED)
+    async with aclosing(admission.generate(tenant, request("x", priority=asked))) as chunks:
+        await anext(chunks)
+    assert [one.priority for one in source.requests] == [given]

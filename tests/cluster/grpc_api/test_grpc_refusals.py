@@ -238,6 +238,10 @@ async def test_each_method_but_health_needs_a_key(model):
                 refusal = await refusal_of(call(**key))
                 assert (refusal.status, refusal.code) == (grpc.StatusCode.UNAUTHENTICATED, "invalid_api_key"), name
         assert (await stub.Health(pb.HealthRequest())).ready
+        for name in (MODEL, "another"):
+            refusal = await refusal_of(stub.Health(pb.HealthRequest(model=name)))
+            assert refusal.status == grpc.StatusCode.UNAUTHENTICATED, "nobody learns which models there are"
+        assert (await stub.Health(pb.HealthRequest(model=MODEL), **bearing("team"))).ready
         assert (await gathered(calls["Generate"](**bearing("team")))).text == "fine"
         assert not source.requests[1:], "a call without a key reached the source"
 

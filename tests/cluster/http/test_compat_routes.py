@@ -12,6 +12,7 @@ from cluster.telemetry.metrics import Metrics
 from cluster.telemetry.tracing.semantics import HTTP_OPERATIONS
 from tests.cluster.http.test_openai_embeddings import Pools
 from tests.openai_app import MODEL, app_for, client_for, front_for, saying, served_model, two_models_app
+from tests.storage_app import two_tenants
 
 TEXTS = ["one", "another text", "third"]
 
@@ -122,6 +123,10 @@ async def test_the_load_is_what_runs_or_waits(model):
     admission = AdmissionQueue(source, lambda: UNBOUNDED)
     async with client_for(app_for(source, model, admission=admission)) as client:
         assert (await client.get("/load")).json() == {"server_load": 0}
+    keyed = app_for(source, model, tenancy=two_tenants())
+    async with client_for(keyed) as client:
+        told = await client.get("/load", headers={"authorization": "Bearer sk-a"})
+    assert (told.status_code, told.json()["error"]["code"]) == (403, "permission_denied"), "it counts all tenants"
 
 
 async def test_a_tokenizer_is_described(model, tmp_path):

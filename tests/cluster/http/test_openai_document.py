@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from urllib.parse import unquote
 
 import pytest
 import schemathesis
@@ -169,3 +171,55 @@ def test_no_request_made_from_the_document_gets_a_5xx(app, keyed_app, there, one
         assert 409 in answers, "the batch needs it"
     else:
         assert (400 if mode is NEGATIVE else 200) in answers
+
+
+HOSTILE = [
+    "7" * 6000,
+    "%D9%A3" * 30,
+    "-1",
+    "",
+    "%00",
+    "%ED%A0%80",
+    "%FF",
+    "%",
+    "x" * 60_000,
+    "..%2F..",
+    "1e999",
+    "[" * 999,
+]
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=lambda value: value[:9])
+async def test_no_parameter_of_a_path_or_a_query_gets_a_5xx(app, keyed_app, there, value):
+    """As it was sent, for clients mend such an address; of what is there, too."""
+    document = openapi()
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            target = keyed_app if path in KEYED else app
+            of_query = [one["name"] for one in operation.get("parameters", ()) if one["in"] == "query"]
+            ids = {"{id}": there["file" if "files" in path else "batch"], "{response_id}": there["response"]}
+            known = ids.get(next(iter(re.findall(r"{\w+}", path)), ""), "x")
+            for name, place in ((name, known) for name in (*of_query, "other", "model")):
+                if method == "get":
+                    await refused(target, method, re.sub(r"{\w+}", place, path), f"{name}={value}")
+            await refused(target, method, re.sub(r"{\w+}", value, path), "")
+
+
+async def refused(app, method, path, query):
+    """Call a route with an address that may be none."""
+    sent, left = [], [{"type": "http.request", "body": b"{}", "more_body": False}]
+
+    async def send(message):
+        sent.append(message)
+
+    async def receive():
+        return left.pop() if left else {"type": "http.disconnect"}
+
+    host = [(b"host", b"testserver"), (b"authorization", b"Bearer secret"), (b"content-type", b"application/json")]
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method.upper(), "scheme": "http",
+        "path": unquote(path), "raw_path": path.encode(), "query_string": query.encode(), "root_path": "",
+        "headers": host, "client": ("127.0.0.1", 1), "server": ("testserver", 80), "state": {},
+    }  # fmt: skip
+    await app(scope, receive, send)
+    assert not sent or sent[0]["status"] < 500, (method, path[:80], query[:80])

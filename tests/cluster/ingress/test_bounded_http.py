@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 
 import pytest
 import uvicorn
@@ -60,9 +61,10 @@ class Listening:
 
 
 @asynccontextmanager
-async def listening():
+async def listening(**limits):
     one = Listening()
-    config = uvicorn.Config(one.app, port=0, http=BoundedHttp, lifespan="off", log_config=None, interface="asgi3")
+    http = partial(BoundedHttp, **limits)
+    config = uvicorn.Config(one.app, port=0, http=http, lifespan="off", log_config=None, interface="asgi3")
     server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None
     running = asyncio.create_task(server.serve())
@@ -239,18 +241,39 @@ async def test_what_is_no_http_is_told_so(usual) -> None:
     assert b"400 Bad Request" in await usual.told(b"\x16\x03\x01 hello\r\n\r\n")
 
 
-async def test_connections_beyond_the_bound_are_refused_and_the_others_stay(usual, monkeypatch) -> None:
-    monkeypatch.setattr(bounded_http, "MAX_CONNECTIONS", 3)
-    kept = [await usual.open() for _ in range(3)]
-    for _reader, writer in kept:
-        writer.write(b"GET /kept HTTP/1.1\r\nHost: x\r\n\r\n")
-    for reader, _writer in kept:
-        assert (await reader.readuntil(b"hi")).startswith(b"HTTP/1.1 200 OK\r\n")
-    assert (await usual.told(b"")).startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
-    kept[0][1].close()
-    await kept[0][1].wait_closed()
-    async with asyncio.timeout(10):
-        while not (await usual.told(GET + b"Connection: close\r\n\r\n")).startswith(b"HTTP/1.1 200"):
+async def test_an_idle_connection_makes_room_for_a_new_one_and_one_that_is_answered_stays() -> None:
+    async with listening(max_connections=6) as server, AsyncExitStack() as stack:  # of which one address has half
+
+        async def opened(host: str = "127.0.0.1"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port, local_addr=(host, 0))
+            stack.push_async_callback(end, writer)
+            return reader, writer
+
+        async def end(writer: asyncio.StreamWriter) -> None:
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+
+        busy = [await opened() for _ in range(2)]
+        for _reader, writer in busy:
+            writer.write(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+        while len(server.asked) < 2:
             await asyncio.sleep(0.01)
-    for _reader, writer in kept:
-        writer.close()
+        for number in range(8):  # each takes the place of one that is silent, in its head, or between requests
+            reader, writer = await opened()
+            writer.write((b"", b"GET / HT", GET + b"\r\n")[number % 3])
+            if number % 3 == 2:
+                assert (await reader.readuntil(b"hi")).startswith(b"HTTP/1.1 200 OK\r\n")
+        async with asyncio.timeout(10):
+            assert (await server.told(GET + b"Connection: close\r\n\r\n")).startswith(b"HTTP/1.1 200 OK\r\n")
+        third = await opened()
+        third[1].write(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+        while len(server.asked) < 6:
+            await asyncio.sleep(0.01)
+        assert (await server.told(b"")).startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+        reader, writer = await opened("127.0.0.2")
+        writer.write(GET + b"\r\n")
+        assert (await reader.readuntil(b"hi")).startswith(b"HTTP/1.1 200 OK\r\n"), "a probe's address has room"
+        server.release.set()
+        for reader, _writer in (*busy, third):
+            assert (await reader.readuntil(b"hi")).startswith(b"HTTP/1.1 200 OK\r\n")

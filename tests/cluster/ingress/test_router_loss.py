@@ -271,6 +271,17 @@ async def test_whoever_asks_a_silent_router_first_waits_for_a_lease(tmp_path, pa
 
 
 @pytest.mark.usefixtures("quick_lease")
+@pytest.mark.parametrize("path", ["/v1/batches", "/v1/completions"])
+async def test_who_comes_before_the_first_router_waits_for_longer_than_a_lease(tmp_path, path):
+    async with RouterLab(tmp_path, routers=0, gateway=True) as lab:
+        waiting = asyncio.create_task(lab.client.post(path, json={"model": MODEL}, timeout=60))
+        await asyncio.sleep(1.5)
+        assert not waiting.done()
+        await lab.add()
+        assert (await waiting).status_code in (400, 404)
+
+
+@pytest.mark.usefixtures("quick_lease")
 async def test_serves_proxy_leaves_a_silent_router_as_soon_as_it_knows_that_routers_speak(tmp_path):
     async with RouterLab(tmp_path) as lab:
         silent = lab.routers[0]

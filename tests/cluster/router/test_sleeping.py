@@ -273,6 +273,9 @@ async def test_deeper_sleep_needs_waking_first_and_the_same_again_is_nothing(sle
         ("/sleep", {"lvel": "1"}, "lvel"),
         ("/wake_up", {"tags": "cache"}, "tags[0]"),
         ("/sleep", {"model": "other"}, "model"),
+        ("/sleep", {"model": "7" * 6000}, "model"),
+        ("/sleep", {"level": "7" * 6000}, "level"),
+        ("/sleep", {"level": "\u0661"}, "level"),
     ],
 )
 async def test_what_is_wrong_is_refused_by_name(sleepers, path, query, param):

@@ -19,6 +19,7 @@ from cluster.resources import app_resources
 from deploy import main as cli
 from deploy.batch import flags as batch_flags
 from deploy.cli.dry_run import describe_plans, make_plan, make_plans
+from deploy.cli.processes import Interrupts
 from deploy.serve import command as serving
 from deploy.serve import served_app
 from deploy.serve.address import connect_host, curl, free_port, is_loopback
@@ -139,7 +140,7 @@ def test_an_address_of_another_machine_is_refused():
 
 
 @pytest.mark.parametrize("error", [ActorDiedError(), TimeoutError("HTTP proxies not available after 60s.")])
-def test_a_proxy_that_does_not_come_up_is_one_sentence(monkeypatch, error):
+def test_a_proxy_that_does_not_come_up_is_tried_once_more_and_told_in_one_sentence(monkeypatch, capsys, error):
     def start(**_):
         raise error
 
@@ -149,6 +150,27 @@ def test_a_proxy_that_does_not_come_up_is_one_sentence(monkeypatch, error):
     app = served_app.ServedApp(config, "http://127.0.0.1:1", print)
     with pytest.raises(StartError, match=f"proxy did not come up: {type(error).__name__}; start again"):
         app.start_serve(verbose=False)
+    assert "is tried once more" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "told"),
+    [("0.0.0.0", 0, None), ("0.0.0.0", 1, "at http://127.0.0.1:"), ("10.1.2.3", 0, "at http://10.1.2.3:")],
+)
+def test_a_serve_that_runs_already_is_found_where_it_says_that_it_listens(monkeypatch, host, port, told):
+    """Whatever answers at the address of the flags may be another cluster's."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        asked = other.getsockname()[1]
+        options = {"host": host, "port": asked + port}
+        monkeypatch.setattr(served_app.serve, "status", lambda: SimpleNamespace(applications={}, proxies={"node": 1}))
+        monkeypatch.setattr(served_app, "serve_details", lambda: {"http_options": options})
+        monkeypatch.setattr(served_app.httpx, "get", lambda *_, **__: None)
+        app = served_app.ServedApp(parse_app({"model": "demo", "port": asked}), "http://127.0.0.1:1", print)
+        if told is None:
+            app.start_serve(verbose=False)
+            return
+        with pytest.raises(StartError, match=f"{told}{asked + port}: give that address with --host {host} --port"):
+            app.start_serve(verbose=False)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +190,7 @@ def test_only_a_server_without_keys_of_either_kind_is_said_to_be_open_to_all(
 ):
     monkeypatch.setattr(served_app, "is_guarded", lambda _: True)
     models = {"models": [{"model": "demo"}]} if listed else {"model": "demo"}
-    serving.Server(parse_app(settings | models), serving.Options()).announce()
+    serving.Server(parse_app(settings | models), serving.Options(), Interrupts()).announce()
     said = " ".join("".join(capsys.readouterr()).split())
     assert ("anybody who reaches" in said) is warned
     assert ("set --api-key, SQUADRON_API_KEY or --api-key-file" in said) is warned
@@ -217,8 +239,9 @@ def test_a_cluster_that_is_not_there_is_told_at_once():
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
-    with pytest.raises(ConfigError, match=rf"RAY_ADDRESS={address} cannot be joined .*refused.*unset it"):
-        JoinedRay(address, verbose=False)
+    refused = pytest.raises(ConfigError, match=rf"RAY_ADDRESS={address} cannot be joined .*refused.*unset it")
+    with Interrupts() as interrupts, refused:
+        JoinedRay(address, False, interrupts)
 
 
 def test_the_printed_curl_carries_the_key_only_by_name():

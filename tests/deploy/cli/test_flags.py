@@ -46,7 +46,7 @@ def served(monkeypatch):
     import deploy.serve.command
 
     seen = []
-    monkeypatch.setattr(deploy.serve.command, "serve_app", lambda app, options: seen.append((app.shared, options)))
+    monkeypatch.setattr(deploy.serve.command, "serve_app", lambda app, options, _: seen.append((app.shared, options)))
     monkeypatch.setattr("deploy.serve.flags.prepare_ray", lambda address: address)
     return seen
 

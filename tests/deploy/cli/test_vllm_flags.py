@@ -62,7 +62,7 @@ def served(monkeypatch) -> list[ClusterConfig]:
     import deploy.serve.command
 
     seen: list[ClusterConfig] = []
-    monkeypatch.setattr(deploy.serve.command, "serve_app", lambda app, options: seen.append(app.shared))
+    monkeypatch.setattr(deploy.serve.command, "serve_app", lambda app, options, _: seen.append(app.shared))
     monkeypatch.setattr("deploy.serve.flags.prepare_ray", lambda address: address)
     return seen
 

@@ -143,7 +143,7 @@ def test_a_start_that_fails_early_leaves_no_folder(monkeypatch, tmp_path, end) -
     setup.folder.mkdir()
     seen = []
 
-    def fail(app, options) -> None:
+    def fail(app, options, _) -> None:
         seen.append(options.haproxy.folder.is_dir())
         raise end
 

@@ -14,6 +14,7 @@ import deploy.serve.readiness
 import deploy.serve.served_app
 from cluster.app_config import AppConfig, parse_app
 from cluster.errors import ReplicaStartError, find_start_failure
+from deploy.cli.processes import Interrupts
 from deploy.serve.command import Options, Server
 from deploy.serve.readiness import Readiness, StartError, refuse_failed
 from deploy.serve.replica_log import Listed, ReplicaLog
@@ -33,7 +34,7 @@ def app(*names: str) -> AppConfig:
 
 
 def test_each_model_has_its_phases_and_is_named_in_what_can_be_pasted(capsys):
-    server = Server(app("demo", "other"), Options())
+    server = Server(app("demo", "other"), Options(), Interrupts())
     server._replicas = BODIES
     server._print_phases(10.0)
     server.announce()
@@ -49,7 +50,7 @@ def test_each_model_has_its_phases_and_is_named_in_what_can_be_pasted(capsys):
 
 
 def test_one_model_is_told_as_ever(capsys):
-    server = Server(app("demo"), Options())
+    server = Server(app("demo"), Options(), Interrupts())
     server._replicas = BODIES[:1]
     server._print_phases(10.0)
     server.announce()
@@ -68,8 +69,8 @@ def test_the_start_waits_for_all_replicas_of_each_model(monkeypatch):
 
     def answer(request: httpx.Request) -> httpx.Response:
         asked.append(request)
-        body = {"ready": True, "replicas": listed[min(len(asked), len(listed)) - 1]}
-        return httpx.Response(200, json=body | {"states": [len(asked)]})
+        body = {"ready": True, "deployed": "ours", "replicas": listed[min(len(asked), len(listed)) - 1]}
+        return httpx.Response(200, json=body | {"states": [{"id": len(asked)}]})
 
     client = httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
     monkeypatch.setattr(deploy.serve.readiness, "client_for", lambda *_: client)
@@ -78,9 +79,36 @@ def test_the_start_waits_for_all_replicas_of_each_model(monkeypatch):
         deploy.serve.readiness, "serve", SimpleNamespace(status=lambda: SimpleNamespace(applications={"app": status}))
     )
     shown: list[Sequence[Any]] = []
-    assert Readiness("app", "http://server", None, {"demo": 1, "other": 2}, print, shown.append).wait() == BODIES
+    wanted = {"demo": 1, "other": 2}
+    assert Readiness("app", "http://server", None, "ours", wanted, print, shown.append, 60.0).wait() == BODIES
     assert len(asked) == 3
-    assert shown == [[1], [2], [3]]
+    assert shown == [[{"id": 1}], [{"id": 2}], [{"id": 3}]]
+    client = httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
+    with pytest.raises(StartError, match="another server answers at http://server; give another --port"):
+        Readiness("app", "http://server", None, "of another start", wanted, print, shown.append, 60.0).wait()
+
+
+def test_a_start_of_which_nothing_moves_any_more_is_given_up(monkeypatch):
+    status = ApplicationStatusOverview(
+        status=ApplicationStatus.DEPLOYING, message="", last_deployed_time_s=0.0, deployments={}
+    )
+    answers = iter(range(10))
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        moves = min(next(answers), 5)
+        states = [{"id": "a", "phase": "weights", "share": moves / 10, "seconds": 9}]
+        return httpx.Response(503, json={"ready": False, "states": states})
+
+    clock = iter(range(1000))
+    client = httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(deploy.serve.readiness, "client_for", lambda *_: client)
+    times = SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None)
+    monkeypatch.setattr(deploy.serve.readiness, "time", times)
+    found = SimpleNamespace(status=lambda: SimpleNamespace(applications={"app": status}))
+    monkeypatch.setattr(deploy.serve.readiness, "serve", found)
+    with pytest.raises(StartError, match="nothing has moved for 6 s: the app is DEPLOYING"):
+        Readiness("app", "http://server", None, "ours", {"demo": 1}, print, lambda _: None, 6.0).wait()
+    assert next(answers) > 6, "it was waited for as long as something moved"
 
 
 def test_a_lost_replica_is_told_with_its_model_and_those_of_others_are_not_counted():
@@ -107,7 +135,7 @@ def test_one_look_asks_once_for_all_models(monkeypatch, capsys):
     monkeypatch.setattr(deploy.serve.served_app, "client_for", lambda *_: client)
     monkeypatch.setattr(deploy.serve.served_app, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(deploy.serve.served_app, "serve", SimpleNamespace(status=end))
-    server = Server(app("demo", "other"), Options())
+    server = Server(app("demo", "other"), Options(), Interrupts())
     server._replicas = BODIES
     with pytest.raises(StartError, match="deleted"):
         server.watch()

@@ -18,10 +18,11 @@ PROCESSES = {
         "import deploy.main\n"
         "from cluster.app_config import parse_app\n"
         "from deploy.serve.command import Options, Server\n"
+        "from deploy.cli.processes import Interrupts\n"
         "app = parse_app({'model': 'demo', 'port': 77})\n"
         "from deploy.cli.model_files import check_files\n"
         "check_files(app)\n"
-        "server = Server(app, Options())\n"
+        "server = Server(app, Options(), Interrupts())\n"
         "server._prepare()\n"
         "from cluster.app import build\n"
         "build(app.settings())",

@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 from engine.inputs.grammar_masks import MaskMaker
 from engine.inputs.prepare import InputBuilder
 from engine.report import StepInputs
+from engine.request import Request
 from engine.sampling.parameter_table import SamplingTable
+from engine.sampling_params import SamplingParams
 from engine.scheduler.schedule import Schedule
 from engine.scheduler.slots import SlotTables
 from tests.engine.engine_driver import EOS, VOCAB, Driver, request
@@ -280,24 +282,32 @@ def test_greedy_rows_without_penalties_need_no_history():
     recorder, _ = recorded(request("a", 3, ignore_eos=True), request("b", 5, ignore_eos=True), steps=4)
     for sampling in recorder.sampling:
         assert sampling.all_greedy
-        assert sampling.prompt_ids is None and sampling.output_ids is None and not sampling.forbidden
+        assert sampling.histories is None and not sampling.forbidden
 
 
-def test_histories_are_given_for_penalised_rows_only_and_padded():
-    recorder, reports = recorded(
+def test_histories_are_named_by_row_and_length_and_held_nowhere_but_in_the_cache():
+    recorder, _ = recorded(
         request("plain", 6, ignore_eos=True),
         request("long", (7, 8, 9, 9), presence_penalty=1.0, ignore_eos=True),
         request("short", (5, 6), repetition_penalty=1.2, ignore_eos=True),
     )
-    drawn = [report.token_ids for report in reports]
-    for sampling in recorder.sampling:
-        assert sampling.prompt_ids.tolist() == [[-1] * 4, [7, 8, 9, 9], [5, 6, -1, -1]]
-    assert recorder.sampling[0].output_ids.shape == (3, 0)
-    assert recorder.sampling[2].output_ids.tolist() == [
-        [-1, -1],
-        [drawn[0][1], drawn[1][1]],
-        [drawn[0][2], drawn[1][2]],
-    ]
+    for step, sampling in enumerate(recorder.sampling):
+        assert [each.tolist() for each in sampling.histories] == [
+            [0, 1, 2],
+            [6, 4, 2],
+            [6 + step, 4 + step, 2 + step],
+        ]
+
+
+def test_longer_bad_words_are_found_by_their_last_token_but_two():
+    words = ((7, 8), (5, 6, 7), (1, 5, 6, 7), (9, 5, 6, 8), (4,))
+    log = (9, 5, 6)
+    resumed = Request("r", (5,), SamplingParams(bad_words="x", bad_words_ids=words, max_tokens=9), resume={0: log})
+    recorder, _ = recorded(resumed, steps=1)
+    (sampling,) = recorder.sampling
+    assert sampling.endings.tolist() == [[0, 6, 7], [0, 6, 8]]
+    assert [each.tolist() for each in sampling.pairs[0]] == [[7], [8]]
+    assert sampling.forbidden[0].tolist() == [4]
 
 
 def test_stop_ids_are_forbidden_until_min_tokens():

@@ -126,7 +126,7 @@ class SumsByCompany(PackedLinear):
     """Stands for a CPU that sums from the other end where there are more than 16 rows."""
 
     def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__(weight)
+        super().__init__(weight.float())  # a CPU with AVX2 alone packs no bfloat16; what is packed is not used
         parts = weight.float().split(8, dim=1)
 
         def multiply(x, *_):

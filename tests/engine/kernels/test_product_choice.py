@@ -138,7 +138,7 @@ def test_where_a_file_cannot_be_written_the_usual_way_is_taken(folder, monkeypat
 
 
 def test_a_machine_taken_for_another_has_answers_of_its_own(folder, monkeypatch):
-    for isa in (compiler.NATIVE, *compiler.isas()[:1]):
+    for isa in (compiler.NATIVE, *compiler.isas()):
         monkeypatch.setenv(compiler.ISA_VARIABLE, isa)
         ask(WEIGHT, Way(SLOW), Way(FAST))
-    assert len(list(folder.glob("*.json"))) == 1 + len(compiler.isas()[:1])
+    assert len(list(folder.glob("*.json"))) == max(1, len(compiler.isas())), "native is one of them"

@@ -38,7 +38,7 @@ UNLIKE = [
 
 def test_layers_that_are_alike_share_one_tensor_with_a_view_each():
     cache = KVCache(full(3, 2, 8), 10, 4, CPU)
-    assert [tuple(tensor.shape) for tensor in cache.tensors] == [(6, 10, 4, 2, 8)]
+    assert [tuple(tensor.shape) for tensor in cache.tensors] == [(6, 10, 4, 2, 8), (1, 10, 4)]
     for layer in range(3):
         cache.layers[layer].keys.fill_(layer)
         cache.layers[layer].values.fill_(10 + layer)
@@ -100,11 +100,13 @@ def test_dropped_memory_is_taken_again():
 
 def test_blocks_are_copied_and_cleared_in_all_layers():
     cache = KVCache(full(2, 1, 2), 6, 4, CPU)
-    (tensor,) = cache.tensors
+    tensor, _ = cache.tensors
+    cache.token_ids[1:3] = torch.arange(8, dtype=torch.int32).view(2, 4)
     tensor.copy_(torch.arange(6.0).view(1, 6, 1, 1, 1).expand(tensor.shape))
     cache.copy(torch.tensor([[1, 4], [2, 5]], dtype=torch.int32))
     cache.clear(torch.tensor([3]))
     assert tensor[:, :, 0, 0, 0].eq(torch.tensor([0.0, 1, 2, 0, 1, 2])).all()
+    assert torch.equal(cache.token_ids[[4, 5]].flatten(), torch.arange(8, dtype=torch.int32))
 
 
 def test_an_fp8_cache_is_copied_and_cleared_by_bytes():
@@ -126,8 +128,8 @@ def test_opened_blocks_are_those_begun_but_not_filled():
 
 
 def test_a_block_has_a_part_for_each_layer():
-    assert block_bytes(full(12, 4, 64, torch.bfloat16), 16) == 2 * 12 * 16 * 4 * 64 * 2
-    assert block_bytes(UNLIKE, 4) == 4 * (2 * 2 * (4 * 2 * 8) + 2 * (4 * 4 * 16)) + 2 * (4 * 24)
+    assert block_bytes(full(12, 4, 64, torch.bfloat16), 16) == 2 * 12 * 16 * 4 * 64 * 2 + 16 * 4
+    assert block_bytes(UNLIKE, 4) == 4 * (2 * 2 * (4 * 2 * 8) + 2 * (4 * 4 * 16)) + 2 * (4 * 24) + 4 * 4
     assert state_bytes(UNLIKE) == 4 * (3 * 5 + 7)
 
 

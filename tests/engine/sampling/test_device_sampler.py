@@ -17,13 +17,13 @@ from engine.kernels.triton_draw import RUN_INDEX, _gumbel
 from engine.kernels.triton_sampler import RUN, TritonDraws
 from engine.sampling import gumbel as race
 from engine.sampling.gumbel import gumbel
-from engine.sampling.sampler import FAILED, STUCK, sample
+from engine.sampling.sampler import FAILED, STUCK
 from tests.engine.sampling.batches import batches, draws_of, ruled, shares_of
 from tests.engine.sampling.test_logit_rules import bits_of
 from tests.engine.sampling.test_sampler import allowed, chi_square_fits, random_logits
 from tests.engine.thread_group import on_ranks
 from tests.long import examples, long
-from tests.parity.stepping import sampling
+from tests.parity.stepping import sample, sampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 OURS = TritonDraws()

@@ -10,12 +10,14 @@ from engine.errors import InvalidRequestError
 from engine.grammar.base import CompiledGrammar
 from engine.inputs.grammar_masks import ROWS_EACH, MaskMaker
 from engine.request import FinishReason, GrammarState, Sequence
+from engine.sampling import device_rules, logit_rules
+from engine.sampling.device_rules import DeviceRules
 from engine.sampling.logit_rules import apply_rules, forbid
 from engine.sampling.sampler import score
 from engine.sampling_params import SamplingParams, StructuredOutput
 from tests.engine.engine_driver import EOS, VOCAB, Driver, expected, request
 from tests.fake_executor import FakeExecutor
-from tests.parity.stepping import drawn, sampling
+from tests.parity.stepping import as_ints, drawn, sampling
 
 
 def logits_of(rows, vocab=100, seed=0):
@@ -94,37 +96,60 @@ def test_a_prompt_token_that_the_model_rules_out_poisons_nothing():
     assert found.chosen.isnan().tolist() == [False, True, True, True]
 
 
-def test_a_last_token_that_only_the_device_knows_counts_like_the_others():
-    """The very same logits as of the whole history, and of the words that it would have completed."""
+def test_penalties_are_to_the_bit_those_of_a_loop_over_the_tokens_of_each_row(monkeypatch):
+    """One after another, as many times as a token is there: x - f - f is not x - 2f. In parts, and in any order."""
     random = np.random.default_rng(5)
+    count, vocab = 24, 70
     rules = {
-        "repetition_penalty": [1.0, 1.3, 1.1, 0.7, 1.0, 2.0],
-        "presence_penalty": [0.0, 0.5, 0.0, -0.3, 0.0, 0.1],
-        "frequency_penalty": [0.0, 0.17, -0.9, 0.0, 0.0, 0.3],
+        "repetition_penalty": random.choice([1, 1.3, 0.7, 2], count),
+        "presence_penalty": random.choice([0, 0.5, -0.3], count),
+        "frequency_penalty": random.choice([0, 0.17, -0.9], count),
     }
-    prompt, output = random.integers(0, 100, (2, 6, 9)).astype(np.int32)
-    before = torch.tensor([3, 50, -1, 7], dtype=torch.int32)
-    output[:, -2:] = output[:, :2]  # some twice
-    whole, late = (sampling(6, temperature=0, prompt_ids=prompt, **rules) for _ in range(2))
-    carried = {1: 1, 3: 3, 5: 2}  # the last one has no token
-    last = {row: int(before[sample]) for row, sample in carried.items()}
-    whole.output_ids = np.concatenate([output, [[last.get(row, -1)] for row in range(6)]], axis=1).astype(np.int32)
-    whole.forbidden = {1: (9, 8), 3: (4,)}
-    late.output_ids = output
-    late.carried = np.array([*carried.items()], np.int32)
-    late.endings = np.array([(1, 1, 50, 9), (1, 1, 51, 9), (1, 1, 50, 8), (3, 3, 7, 4), (3, 3, 8, 5)], np.int32)
-    logits = [logits_of(6), logits_of(6)]
-    apply_rules(logits[0], whole, forbid)
-    apply_rules(logits[1], late, forbid, before)
-    assert torch.equal(*logits)
-    assert not torch.equal(logits[0], logits_of(6))
+    prompts, outputs = (random.integers(-1, vocab, (count, 60)).astype(np.int32) for _ in range(2))
+    prompts[:, 0] = 1  # there is always a prompt
+    outputs[::5] = -1
+    logits = logits_of(count, vocab)
+    expected = logits.clone().numpy()
+    for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        repetition, presence, frequency = (np.float32(values[row]) for values in rules.values())
+        for token in {*prompt.tolist(), *output.tolist()} - {-1}:
+            value = expected[row, token]
+            expected[row, token] = value / repetition if value > 0 else value * repetition
+        for token in output[output >= 0]:
+            expected[row, token] -= frequency
+        expected[row, list({*output.tolist()} - {-1})] -= presence
+    for most in (logit_rules.TOKENS_AT_A_TIME, 100):
+        monkeypatch.setattr(logit_rules, "TOKENS_AT_A_TIME", most)
+        for found in (logits.clone(), torch.nn.functional.pad(logits, (0, 3))[:, :vocab]):
+            inputs = sampling(count, prompt_ids=prompts, output_ids=outputs, **rules)
+            apply_rules(found, inputs, forbid, DeviceRules(inputs.logs))
+            np.testing.assert_array_equal(found.numpy(), expected)
 
 
-def test_a_ban_that_hangs_on_a_token_of_the_step_before_is_a_rule():
-    inputs = sampling(2)
-    assert not inputs.changes_logits
-    inputs.endings = np.array([(1, 1, 50, 9)], np.int32)
+def test_what_completes_a_bad_word_hangs_on_the_last_token_of_the_output_alone():
+    inputs = sampling(4, prompt_ids=as_ints([[50]] * 4), output_ids=as_ints([[-1, -1], [7, 50], [7, 51], [50, 7]]))
     assert inputs.changes_logits
+    inputs.pairs = dict.fromkeys(range(4), (as_ints([50, 51, 50]), as_ints([9, 9, 8])))
+    inputs.endings = as_ints([(1, 50, 6), (2, 50, 6)])
+    logits = logits_of(4)
+    apply_rules(logits, inputs, forbid, DeviceRules(inputs.logs))
+    assert torch.isinf(logits).nonzero().tolist() == [[1, 6], [1, 8], [1, 9], [2, 9]]
+
+
+def test_static_rules_are_sent_once_and_joined_anew_when_the_rows_change(monkeypatch):
+    sent = []
+    monkeypatch.setattr(device_rules, "_send", lambda ids, device: sent.append(1) or [torch.from_numpy(ids).long()])
+    first, second, third = (np.arange(start, start + 3) for start in (0, 5, 9))
+    rules, device = device_rules.DeviceRules(), torch.device("cpu")
+    asked = {0: first, 2: second}
+    for _ in range(3):
+        rows, ids = rules.joined("allowed", asked, device)
+        assert (rows.tolist(), ids.tolist()) == ([0, 0, 0, 2, 2, 2], [0, 1, 2, 5, 6, 7])
+    rows, ids = rules.joined("allowed", {0: second, 1: third}, device)
+    assert (rows.tolist(), ids.tolist(), len(sent)) == ([0, 0, 0, 1, 1, 1], [5, 6, 7, 9, 10, 11], 3)
+    moved = rules.moved("allowed", asked, np.array([0, 1, 2]))
+    assert rules.moved("allowed", asked, np.array([0, 1, 2])) is moved
+    assert list(rules.moved("allowed", asked, np.array([0, 2]))) == [0, 1]
 
 
 def test_masks_are_filled_by_several_threads_and_a_late_token_is_taken_once():

@@ -13,14 +13,14 @@ from engine.kernels import compiler
 from engine.kernels.native_sampler import NativeDraws, draw_library
 from engine.kernels.select import select_draws
 from engine.sampling.gumbel import RUN
-from engine.sampling.sampler import FAILED, STUCK, sample, score
+from engine.sampling.sampler import FAILED, STUCK, score
 from parallel import c_library
 from tests.engine.sampling.batches import VOCABULARIES, batches, draws_of, ruled, shares_of
 from tests.engine.sampling.test_logit_rules import bits_of
 from tests.engine.sampling.test_sampler import allowed, chi_square_fits, random_logits
 from tests.engine.thread_group import on_ranks
 from tests.long import examples, long
-from tests.parity.stepping import sampling
+from tests.parity.stepping import sample, sampling
 
 CPU = torch.device("cpu")
 LARGE = 20_001  # ids: more runs than top-p looks at first
@@ -303,7 +303,7 @@ def test_scores_of_a_row_are_the_same_in_any_company_and_nan_where_it_is_poisone
     assert together.top.isnan().all(dim=1).nonzero()[:, 0].tolist() == [7, 8]
 
 
-RULES = ("biases", "allowed", "forbidden", "penalties", "endings", "masks")
+RULES = ("biases", "allowed", "forbidden", "penalties", "pairs", "endings", "masks")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -314,7 +314,8 @@ def test_a_rule_of_one_row_copies_that_row_alone(rule, dtype):
     logits[2, 3], logits[5, 1] = math.nan, math.inf
     penalties = {"presence_penalty": [0] * 5 + [1] + [0] * 3 + [2] + [0] * 2} if rule == "penalties" else {}
     ids = np.random.default_rng(0).integers(0, 500, (12, 30)).astype(np.int32)
-    history = {"prompt_ids": ids, "output_ids": ids[:, :9]} if penalties else {}
+    asks = rule in ("penalties", "pairs", "endings")
+    history = {"prompt_ids": ids, "output_ids": ids[:, :9]} if asks else {}
     inputs = sampling(12, num_logprobs=3, **values, **penalties, **history)
     if rule == "biases":
         inputs.biases = {
@@ -325,13 +326,13 @@ def test_a_rule_of_one_row_copies_that_row_alone(rule, dtype):
         inputs.allowed = {5: np.array([5, 64], np.int32), 9: np.array([7], np.int32)}
     if rule == "forbidden":
         inputs.forbidden = {5: (1,), 9: tuple(range(500))}
-    if rule == "penalties":
-        inputs.carried = np.array([(9, 1)], np.int32)
+    last = ids[:, 8]
+    if rule == "pairs":
+        inputs.pairs = {5: (last[[4, 5]], ids[5, :2]), 9: (last[[9]], ids[9, :1])}
     if rule == "endings":
-        inputs.endings = np.array([(5, 0, 3, 1), (9, 1, 4, 7), (9, 1, 5, 8)], np.int32)
+        inputs.endings = np.array([(5, last[5], 1), (9, last[9], 7), (9, last[8], 8)], np.int32)
     if rule == "masks":
         inputs.masks = lambda: (np.array([5, 9], np.int32), np.stack([bits_of([0, 31], 500), bits_of([], 500)]))
-    before = torch.tensor([3, 4], dtype=torch.int32)
 
     class Watched(NativeDraws):
         def draw(self, given, asked):
@@ -339,8 +340,8 @@ def test_a_rule_of_one_row_copies_that_row_alone(rule, dtype):
             return super().draw(given, asked)
 
     seen, was = [], logits.clone()
-    found = sample(logits, inputs, Watched(draw_library(), 2), before)
-    expected = sample(was.clone(), inputs, None, before)
+    found = sample(logits, inputs, Watched(draw_library(), 2))
+    expected = sample(was.clone(), inputs)
     assert found.token_ids.tolist() == expected.token_ids.tolist()
     assert found.token_ids[[2, 5]].tolist() == [FAILED, FAILED]
     torch.testing.assert_close(found.logprobs.top, expected.logprobs.top, equal_nan=True)

@@ -12,13 +12,12 @@ from engine.layers.embedding import ParallelLMHead
 from engine.models.decoder import DecoderLM
 from engine.report import PromptScores
 from engine.sampling.gumbel import RUN
-from engine.sampling.sampler import sample
 from engine.sampling.sharded_draw import MOST, draw_apart, draw_shares, unpack_draws
 from engine.sampling.sharded_draw import pack_draws as pack_for
 from parallel.parameter import TensorSource
 from parallel.sharding import padded_vocab
 from tests.engine.thread_group import ThreadGroup, on_ranks
-from tests.parity.stepping import sampling
+from tests.parity.stepping import sample, sampling
 
 
 def pack_draws(inputs, device="cpu"):

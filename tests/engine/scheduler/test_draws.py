@@ -18,24 +18,17 @@ MOST = 3
 
 
 class SeveralDraws(FakeExecutor):
-    """Draws runs of tokens, each as the model would one after another; how long one is depends on its position.
-
-    ids: the token whose K/V each place of the cache holds.
-    """
+    """Draws runs of tokens, each as the model would one after another; how long one is depends on its position."""
 
     most_draws = MOST
 
     def __init__(self, num_blocks=64, block_size=4):
         super().__init__(num_blocks, block_size, VOCAB)
-        self.ids = np.zeros((num_blocks, block_size), np.int32)
         self.num_steps = 0
 
     @override
     def execute(self, inputs, sampling):
         self.num_steps += 1
-        sources, targets = inputs.copy_blocks.T
-        self.ids[targets] = self.ids[sources]
-        self.ids.reshape(-1)[inputs.slot_mapping] = inputs.input_ids
         outputs = super().execute(inputs, sampling)
         rows = np.searchsorted(inputs.query_start_loc, inputs.logits_indices, side="right") - 1
         runs = [self.run(inputs, sampling, row, sample, outputs) for sample, row in enumerate(rows.tolist())]

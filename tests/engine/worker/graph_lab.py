@@ -162,8 +162,8 @@ class BufferedExecutor(FakeExecutor):
             assert np.array_equal(getattr(told, name)[: len(getattr(inputs, name))], getattr(inputs, name)), name
         width = inputs.block_tables.shape[1]
         assert np.array_equal(told.block_tables[:rows, :width], inputs.block_tables)
-        assert np.array_equal(self.buffers._table.numpy()[inputs.slots, :width], inputs.block_tables)
-        assert not self.buffers._table[-1].any(), "somebody wrote to the blocks of padding"
+        assert np.array_equal(self.buffers.table.numpy()[inputs.slots, :width], inputs.block_tables)
+        assert not self.buffers.table[-1].any(), "somebody wrote to the blocks of padding"
 
 
 def told_by(step, inputs=None, copies=None) -> StepInputs:

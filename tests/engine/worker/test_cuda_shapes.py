@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.inputs.dummy_steps import dummy_sampling, dummy_step
 from engine.llm import LLM
-from engine.report import PromptScores, StepInputs
+from engine.report import Histories, PromptScores, StepInputs
 from engine.sampling.gumbel import Draws
 from engine.sampling_params import SamplingParams
 from engine.worker.runner import ModelRunner, no_phases
@@ -75,6 +75,9 @@ def sampling(num: int, **changes):
     return replace(dummy_sampling(num), **changes)
 
 
+HISTORIES = Histories(np.arange(4, dtype=np.int32), np.array([2, 5, 1, 5], np.int32), np.full(4, 5, np.int32))
+
+
 def full(num: int, value: float, dtype=np.float32):
     return np.full(num, value, dtype)
 
@@ -94,11 +97,14 @@ def full(num: int, value: float, dtype=np.float32):
             "repetition_penalty": full(4, 1.2),
             "presence_penalty": full(4, 0.5),
             "frequency_penalty": full(4, 0.5),
-            "prompt_ids": np.zeros((4, 7), np.int32),
-            "output_ids": np.full((4, 3), -1, np.int32),
-            "carried": np.array([[1, 3], [2, 0]], np.int32),
+            "histories": HISTORIES,
         },
-        {"endings": np.array([[1, 3, 7, 8], [1, 3, 9, 8]], np.int32), "top_p": full(4, 1)},
+        {
+            "histories": HISTORIES,
+            "pairs": {2: (np.array([7], np.int32), np.array([8], np.int32))},
+            "endings": np.array([[1, 7, 8], [1, 9, 8]], np.int32),
+            "top_p": full(4, 1),
+        },
         {"masks": lambda: (np.array([1], np.int32), np.zeros((1, 128), np.int32))},
     ],
     ids=[

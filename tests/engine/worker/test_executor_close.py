@@ -44,7 +44,7 @@ def test_a_gang_ends_its_workers_then_its_graphs_and_only_then_its_group():
 def gang():
     """One whose GPU never gets to the end of a step."""
     parts = mock.Mock()
-    parts.runner.config = EngineConfig("model", **SIZES, step_timeout=0.2)
+    parts.runner.config = EngineConfig("model", **SIZES)
     parts.runner.block_table = RankTable.of(parts.runner.config)
     parts.runner.launch.return_value.has_run = False
     parts.workers.check.side_effect = [None, ChannelError("rank 1 was killed"), ChannelError("rank 1 was killed")]
@@ -71,6 +71,7 @@ def test_a_step_that_a_rank_hangs_in_ends_by_its_deadline_and_names_it(gang):
     """Without a collective that this rank would wait in: its GPU alone waits for the other."""
     executor, parts = gang
     parts.workers.check.side_effect = None
+    executor._timeout = 0.2
     executor._channel = ring = SharedMemoryRing.create(readers=2)
     idle, hung = (SharedMemoryRing.attach(ring.name, reader) for reader in range(2))
     pending = executor.launch(dummy_step(4, 1, 16, 4), dummy_sampling(1))

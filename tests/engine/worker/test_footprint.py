@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,6 +10,7 @@ from engine.config import EngineConfig
 from engine.inputs.dummy_steps import dummy_step, fullest_sampling
 from engine.models.config import ModelConfig
 from engine.resolve import resolve_for
+from engine.sampling.device_rules import DeviceRules, TokenLogs
 from engine.worker import footprint
 from engine.worker.footprint import SAMPLER_BYTES, AttentionWork, LiveBytes, build_blueprint, footprint_of
 from engine.worker.forward import LOGIT_ROWS, SCORED_BYTES, logit_rows
@@ -26,6 +28,7 @@ LLAMA_70B = {
     "dtype": "bfloat16",
 }
 
+IDS = 16 * 4  # bytes of the tokens of a block
 SMALL = LLAMA_70B | {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -52,10 +55,10 @@ def test_a_model_of_70_billion_parameters_is_measured_without_its_memory():
     alone = footprint_of(*resolved(LLAMA_70B))
     assert alone.parameters == 70_553_706_496  # as Meta's model card counts them: 70.6 billion
     assert alone.weight_bytes == 2 * alone.parameters + 131072 * 128 * 4  # and the angles of all positions
-    assert alone.block_bytes == 16 * 80 * 2 * 8 * 128 * 2
+    assert alone.block_bytes == 16 * 80 * 2 * 8 * 128 * 2 + IDS
     shared = footprint_of(*resolved(LLAMA_70B, tensor_parallel_size=4))
     assert 4 * shared.layer_products == alone.layer_products
-    assert 4 * shared.block_bytes == alone.block_bytes
+    assert 4 * (shared.block_bytes - IDS) == alone.block_bytes - IDS
     assert set(shared.attention) == {AttentionWork(0, 4 * 16 * 128, 2 * 2 * 128 * 2)}
 
 
@@ -72,7 +75,7 @@ def test_what_no_attention_of_gpus_takes_is_told():
 
 def test_blocks_of_an_fp8_cache_are_half_as_large():
     whole, half = (footprint_of(*resolved(LLAMA_70B, kv_cache_dtype=each)).block_bytes for each in ("auto", "fp8"))
-    assert whole == 2 * half
+    assert whole - IDS == 2 * (half - IDS)
 
 
 def test_a_step_takes_more_with_more_tokens_and_with_more_sequences():
@@ -117,12 +120,18 @@ def pieces(rows, vocab, most):
         yield torch.randn(min(most, rows - start), vocab)
 
 
+def rules_of(rows):
+    """Return rows that live in the null block."""
+    tables = torch.zeros(rows, 32, dtype=torch.int32)
+    return DeviceRules(TokenLogs(torch.zeros(1, 16, dtype=torch.int32), tables, np.arange(rows, dtype=np.int32)))
+
+
 @pytest.mark.parametrize(("rows", "vocab"), [(64, 32_000), (8, 128_256)])
 def test_the_sampler_takes_what_a_step_is_counted_with(rows, vocab):
     sampling = fullest_sampling(dummy_step(rows, rows, 512, 16), 1, vocab)
     sampling.prompt = None
     with torch.inference_mode(), LiveBytes() as seen:
-        outputs_of(pieces(rows, vocab, rows), sampling)
+        outputs_of(pieces(rows, vocab, rows), sampling, rules=rules_of(rows))
     assert 0.8 * SAMPLER_BYTES < seen.peak / (rows * vocab) <= 4 + SAMPLER_BYTES
 
 
@@ -134,7 +143,7 @@ def test_the_scores_of_a_prompt_take_what_a_step_is_counted_with(rows):
     step = dummy_step(tokens, rows, 512, 16)
     sampling = fullest_sampling(step, most, vocab)
     with torch.inference_mode(), LiveBytes() as seen:
-        outputs = outputs_of(pieces(len(step.logits_indices), vocab, most), sampling)
+        outputs = outputs_of(pieces(len(step.logits_indices), vocab, most), sampling, rules=rules_of(rows))
     assert len(outputs.prompt_logprobs.chosen) == most == tokens
     assert len(outputs.token_ids) == rows
     assert seen.peak <= step_bytes(config, model) < 4 * seen.peak

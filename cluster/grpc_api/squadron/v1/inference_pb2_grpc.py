@@ -109,7 +109,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Health(self, request, context):
-        """Whether requests that come now are served. The only method that needs no key.
+        """Whether requests that come now are served. The only method that needs no key, unless it names a model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,95 @@
+"""A command that starts ends when it is told to or is late, whatever it waits for, with all that it has started."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+PARENT = """
+import ctypes, subprocess, sys, time
+from deploy.cli.processes import Interrupts
+
+def deaf():  # as in Ray's library: no handler runs, and no other thread
+    library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+
+with Interrupts() as interrupts:
+    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    print(child.pid, interrupts._watch.pid, flush=True)
+    {body}
+"""
+
+
+class Parent:
+    """A process that has started another one, and does `body`."""
+
+    def __init__(self, body: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PARENT.format(body=body)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.left = [psutil.Process(int(pid)) for pid in self.process.stdout.readline().split()]
+
+    def ended(self) -> tuple[int, str]:
+        """Return its exit code and what it said once it and all that it started have ended."""
+        said = "".join(self.process.communicate(timeout=30))
+        _, alive = psutil.wait_procs(self.left, timeout=20)
+        assert not alive
+        return self.process.returncode, said
+
+
+@pytest.fixture
+def parents() -> Iterator[list[Parent]]:
+    made: list[Parent] = []
+    yield made
+    for one in made:
+        one.process.kill()
+        one.process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_deaf_command_ends_when_it_is_told_to(parents: list[Parent], number: signal.Signals) -> None:
+    parents.append(parent := Parent("deaf()"))
+    parent.process.send_signal(number)
+    code, said = parent.ended()
+    assert (code, said) == (-signal.SIGKILL, "Stopped; what it had started is ended.\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_that_hears_ends_by_itself(parents: list[Parent], number: signal.Signals) -> None:
+    parents.append(parent := Parent("time.sleep(60)"))
+    parent.process.send_signal(number)
+    assert parent.ended() == (128 + number, "")
+
+
+@pytest.mark.parametrize("wait", ["deaf()", "time.sleep(60)"])
+def test_what_does_not_come_in_time_is_told_and_ends_it(parents: list[Parent], wait: str) -> None:
+    parents.append(parent := Parent(f"with interrupts.within(0.1, 'Ray did not answer'): {wait}"))
+    assert parent.ended() == (-signal.SIGKILL, "Error: Ray did not answer\n")
+
+
+def test_what_comes_in_time_is_not(parents: list[Parent]) -> None:
+    parents.append(parent := Parent("with interrupts.within(0.5, 'late'): pass\n    time.sleep(1)"))
+    assert parent.ended() == (0, "")
+
+
+def test_one_that_is_ready_may_take_its_time(parents: list[Parent]) -> None:
+    stops = "interrupts.ready()\n    try: time.sleep(60)\n    except BaseException: time.sleep(5); print('in order')"
+    parents.append(parent := Parent(stops))
+    parent.process.send_signal(signal.SIGINT)
+    assert parent.ended() == (0, "in order\n")
+
+
+def test_nothing_outlives_a_killed_command(parents: list[Parent]) -> None:
+    parents.append(parent := Parent("time.sleep(60)"))
+    parent.process.kill()
+    assert parent.ended() == (-signal.SIGKILL, "")
