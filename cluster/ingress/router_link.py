@@ -79,9 +79,9 @@ class RouterConnection:
         """Whether it can carry no more."""
         return self._stream.closed
 
-    def close(self) -> None:
-        """End it; the router hears of it as of a client that has left."""
-        self._stream.close()
+    def close(self, discard: bool = True) -> None:
+        """End it; the router hears of it as of a client that has left. discard: what has come of an answer."""
+        self._stream.close(discard=discard)
 
     async def exchange(self, scope: Scope, receive: Receive, send: Send) -> bool:
         """Have the router answer; returns whether it came to the end, which is not so where it died."""

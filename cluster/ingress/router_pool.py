@@ -83,9 +83,9 @@ class KnownRouter:
             connection.close()
 
     def close(self) -> None:
-        """Break all connections: whoever waits for it asks another one."""
+        """Break all connections: whoever waits for it asks another one, once its client has read what had come."""
         for one in (*self._idle, *self._lent):
-            one.close()
+            one.close(discard=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Have it answer an exchange; returns when it has, or is lost (ASGI). Who leaves it is not sent back soon."""

@@ -19,6 +19,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import DEADLINE_EXCEEDED
 
 PATIENCE = 100.0  # seconds for which one is looked for that nobody can be asked for
+CUT = "no end"  # of an answer that has none
 LOOK = 0.5  # seconds between two looks at a response that is made in the background
 
 
@@ -76,7 +77,7 @@ class HttpClient:
 
         await app(self._scope(), receive, send)
         if not answer.ends:
-            self._scene.end(answer, LEFT if hung_up.done() else "no end")
+            self._scene.end(answer, LEFT if hung_up.done() else CUT)
 
     def _body(self) -> dict[str, Any]:
         asked = self._answer.asked
@@ -225,7 +226,10 @@ class KeptClient:
             "headers": headers,
         }  # fmt: skip
         await app(scope, receive, send)
-        return status, json.decode(bytes(got))
+        try:
+            return status, json.decode(bytes(got))
+        except DecodeError:  # it was cut
+            return 0, {"error": {"code": CUT, "message": ""}}
 
 
 class ServeProxy:

@@ -219,6 +219,9 @@ class Fleet:
         self.after(order.seconds, self._wake, order)
 
     def _wake(self, order: Sleep) -> None:
+        if not self.orders.given:  # nobody took the order to sleep yet: an operator gives the other one after it
+            self.after(ORDER_AGAIN, self._wake, order)
+            return
         self.skewed |= order.level == 2 and order.version != 1
         for slot in self.replicas:  # another life may begin
             self.down((slot,), 0.0)
@@ -329,7 +332,7 @@ class Fleet:
         if life.admission is not None:
             life.letting_go.let_go()
         self.router_set.remove(life)
-        while life.exchanges or life.dispatcher.num_live or life.dispatcher.num_waiting:
+        while life.exchanges or life.dispatcher.num_live or life.dispatcher.num_waiting or life.is_leased:
             await asyncio.sleep(NOTICE)
         await asyncio.sleep(GRACE)
         self.after(0.0, self._end_router, life, False)

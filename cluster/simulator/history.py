@@ -10,6 +10,7 @@ from cluster.admission.keys import Quota
 
 FREE, LIMITED = "free", "limited"  # tenants, and their keys
 INGRESS_SHARE = 0.15  # of histories that go through the holder and HTTP; the others ask a router's dispatcher
+INGRESS_SHARE_OF_ALL, GATEWAY_SHARE = 0.25, 0.6  # with all events: of histories; of these, whose holder is a gateway
 ARRIVALS, FAULTS = 1.5, 2.0  # seconds from the beginning in which they come
 
 
@@ -207,29 +208,87 @@ class History:
         return replace(self, events=tuple(one for i, one in enumerate(self.events) if i not in events))
 
 
-def drawn(seed: int) -> History:
-    """Return the history of a seed."""
+def drawn(seed: int, all_events: bool = False) -> History:
+    """Return the history of a seed.
+
+    all_events: with gateways, cuts before them, clocks, deletions, routers that leave in turn, and sleep.
+    """
     rng = Random(seed)
-    ingress = rng.random() < INGRESS_SHARE
+    ingress = rng.random() < (INGRESS_SHARE_OF_ALL if all_events else INGRESS_SHARE)
+    gateway = all_events and ingress and rng.random() < GATEWAY_SHARE
     routers, replicas = rng.choice((1, 2, 2, 3) if ingress else (1, 1, 2)), rng.choice((1, 2, 2, 3, 4))
     events: list[Event] = [_arrival(rng, routers, number, ingress) for number in range(rng.randint(3, 8))]
+    if gateway:
+        events = [_by_gateway(rng, one) for one in events if isinstance(one, Arrive)]
     for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6))):
-        events.append(_fault(rng, _moment(rng, events), routers, replicas, ingress))
-    real_engine, seats = rng.random() < 0.05, rng.choice((256, 256, 3))
+        at = _moment(rng, events)
+        draw = _fault_of_gateway if gateway and rng.random() < 0.4 else _fault
+        events.append(draw(rng, at, routers, replicas, ingress))
+    real_engine, seats = rng.random() < (0.2 if gateway else 0.05), rng.choice((256, 256, 3))
     updated = rng.randrange(replicas) if rng.random() < 0.2 and not real_engine else 0
     scaling, quota = None, None
     if rng.random() < 0.1:
         events.append(LetGo(_time(rng, FAULTS), f"router-{rng.randrange(routers)}"))
-    elif rng.random() < 0.06:
+    elif not gateway and rng.random() < 0.06:
         events += _new_protocol(rng, routers, replicas)
     elif rng.random() < 0.05:
         scaling, seats = (rng.choice((0, 0, 1)), replicas + rng.choice((0, 1, 2))), 3
         events += _bursts(rng, routers, ingress)
-    if ingress and rng.random() < 0.3:
+    clocks = rng.choice((0.0, 60.0, 7200.0)) if gateway else 0.0
+    if gateway:
+        events += _of_gateway(rng, real_engine and scaling is None)
+    if ingress and not clocks and rng.random() < 0.3:
         quota = Quota(rng.choice((None, 1, 3)), rng.choice((None, 30, 100)), rng.choice((None, 1, 2)))
         events = [replace(one, limited=rng.random() < 0.6) if isinstance(one, Arrive) else one for one in events]
     events.sort(key=lambda event: event.at)
-    return History(seed, routers, replicas, tuple(events), ingress, real_engine, seats, updated, scaling, quota)
+    given = real_engine, seats, updated, scaling, quota, gateway, clocks
+    return History(seed, routers, replicas, tuple(_deleting(rng, events)), ingress, *given)
+
+
+def _by_gateway(rng: Random, asked: Arrive) -> Arrive:
+    """Return what a client asks that comes to a gateway."""
+    draw = rng.random()
+    if draw < 0.3:
+        tokens = rng.choice((1, 12, 60))
+        return replace(asked, kept=True, tokens=tokens, choices=1, pace=0.0, leaves=None, seeded=True)
+    return replace(asked, upload=True, leaves=None, poison=False, timeout=None) if draw < 0.36 else asked
+
+
+def _of_gateway(rng: Random, real_engine: bool) -> list[Event]:
+    """Return a sleep of the model, or nothing."""
+    if real_engine and rng.random() < 0.6:
+        level, mode = rng.choice((1, 2)), rng.choice(("keep", "wait", "abort"))
+        return [Sleep(_time(rng, FAULTS), rng.choice((0.3, 2.0)), level, mode, rng.choice((1, level)))]
+    if rng.random() < 0.9:
+        return []
+    pause = rng.uniform(0.8, 1.6)
+    goes = [LetGo(round(0.2 + pause * i, 4), "router-0") for i in range(rng.randint(3, 8))]
+    return [Arrive(0.1, rng.getrandbits(30), prompt=rng.choice((1000, 3900)), tokens=3, timeout=None), *goes]
+
+
+def _deleting(rng: Random, events: list[Event]) -> list[Event]:
+    """Return events with some kept answers deleted."""
+    asked = [event for event in events if isinstance(event, Arrive)]
+    deletes: list[Event] = [
+        Delete(round(one.at + rng.choice((0.3, 1.5, 8.0)), 4), i)
+        for i, one in enumerate(asked)
+        if one.kept and rng.random() < 0.4
+    ]
+    return sorted([*events, *deletes], key=lambda event: event.at)
+
+
+def _fault_of_gateway(rng: Random, at: float, routers: int, replicas: int, _: bool) -> Event:
+    """Return what goes wrong between the gateway and a router, in what Serve knows, or with a clock."""
+    router, seconds = f"router-{rng.randrange(routers)}", rng.choice((0.6, 4.0, 8.0, 60.0))
+    either = rng.choice((router, f"replica-{rng.randrange(replicas)}"))
+    makes: list[Callable[[], Event]] = [
+        *2 * [lambda: Cut(at, router, "holder")],
+        *3 * [lambda: Partition(at, router, "holder", seconds)],
+        *2 * [lambda: Slow(at, router, "holder", rng.choice((0.005, 0.05)), rng.choice((0.6, 4.0)))],
+        lambda: Blind(at, min(seconds, 8.0)),
+        lambda: SetClock(at, either, rng.choice((-3600.0, 600.0, 7200.0))),
+    ]
+    return rng.choice(makes)()
 
 
 def _new_protocol(rng: Random, routers: int, replicas: int) -> list[Event]:

@@ -276,6 +276,11 @@ class RouterLife:
         if history.gateway:
             self.server = ExchangeServer(self._count)
 
+    @property
+    def is_leased(self) -> bool:
+        """Whether a gateway has yet to do without it, for which Serve waits before it stops a router."""
+        return self._served.history.gateway and bool(self.server._watches)
+
     async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one exchange of a gateway, and count it (ASGI)."""
         self.exchanges += 1

@@ -110,6 +110,11 @@ class Orders(OrderBook):
         self.watched: list[tuple[SimulatedProcess, Callable[[SleepOrder], None]]] = []
         self._order = SleepOrder()
 
+    @property
+    def given(self) -> bool:
+        """Whether there was any order so far."""
+        return bool(self._order.ticket)
+
     def read(self) -> SleepOrder:
         """See `OrderBook.read`."""
         if self.blind:

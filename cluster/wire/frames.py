@@ -166,13 +166,16 @@ class FrameStream(asyncio.Protocol):
             self._transport.resume_reading()
         return frame
 
-    def close(self, code: str = CLOSED, message: str = "") -> None:
-        """Say goodbye after what was sent, and close when the peer has taken it, or soon. Can be called twice."""
+    def close(self, code: str = CLOSED, message: str = "", discard: bool = True) -> None:
+        """Say goodbye after what was sent, and close when the peer has taken it, or soon. Can be called twice.
+
+        discard: what has come and was not taken; else it can still be taken.
+        """
         if self.ended is not None:
             return
         text = f"{code}: {message}".encode()[: self._max_frame]
         self._end(code, message)
-        self._inbox.close(code, message, discard=True)
+        self._inbox.close(code, message, discard=discard)
         if self._transport is not None and not self._transport.is_closing():
             self._write((GOODBYE | len(text)).to_bytes(HEADER, "big") + text)
             self._shut(self._transport)

@@ -394,4 +394,18 @@ FAILED: dict[str, History] = {
             *(Arrive(at=0.3 + i / 100, seed=9 + i, upload=i % 2 == 0) for i in range(4)),
         ),
     ),
+    "a router died after its answer had come to the gateway, and a client that reads slowly got half of it": History(
+        seed=6468,
+        routers=2,
+        replicas=1,
+        ingress=True,
+        gateway=True,
+        quota=Quota(requests_per_minute=3, tokens_per_minute=30),
+        events=(
+            Arrive(at=0.0337, seed=793213139, prompt=2, tokens=1),
+            Arrive(at=0.7941, seed=897165164, prompt=60, tokens=1, pace=0.3, limited=True),
+            Partition(at=0.9259, router="router-1", replica="holder", seconds=4.0),
+            Kill(at=1.1873, process="router-1", back=3.0),
+        ),
+    ),
 }

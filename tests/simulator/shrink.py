@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from cluster.simulator.history import Arrive, Drain, Event, History
+from cluster.simulator.history import Arrive, Drain, Event, History, Sleep
 
 PLAIN: dict[str, Any] = {"pace": 0.0, "leaves": None, "choices": 1, "prompt": 2, "silently": False,
     "timeout": None, "seeded": True, "chat": False, "limited": False, "kept": False,
@@ -38,7 +38,7 @@ def _shorter(history: History) -> Iterator[History]:
         for first in range(0, count, size):
             yield history.without(set(range(first, min(first + size, count))))
         size //= 2
-    if history.real_engine:
+    if history.real_engine and not any(isinstance(one, Sleep) for one in history.events):
         yield replace(history, real_engine=False)
     if history.updated:
         yield replace(history, updated=0)
