@@ -208,8 +208,8 @@ def resident():
     return psutil.Process().memory_info().rss
 
 with open_llm(sys.argv[1], num_kv_blocks=800, block_size=16, max_num_batched_tokens=256) as llm:
-    (cache,) = llm._core._executor._runner._cache.tensors
-    size = cache.fill_(0).nbytes  # as if all blocks had been used
+    tensors = llm._core._executor._runner._cache.tensors
+    size = sum(one.fill_(0).nbytes for one in tensors)  # as if all blocks had been used
     before, loaded, given_back = tokens(llm), resident(), []
     for level in (1, 2, 1, 2):
         llm.sleep(level)
