@@ -168,8 +168,13 @@ class AnswerLog:
             await self._heard.wait()
 
     def let_go(self) -> None:
-        """Take note that the ingress has to ask another router, which goes on with the answer."""
+        """Take note that the ingress has to ask another router, which goes on with the answer.
+
+        It begins one anew whose facts were not told, and charges its prompt, for which this router takes nothing.
+        """
         self._let_go = True
+        if self._untold is not None:
+            self._untold, self._new = None, []
 
     def is_answered(self) -> None:
         """Take note that the ingress has taken the answer to its end: it asks no other router."""
