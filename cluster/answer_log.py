@@ -170,11 +170,10 @@ class AnswerLog:
     def let_go(self) -> None:
         """Take note that the ingress has to ask another router, which goes on with the answer.
 
-        It begins one anew whose facts were not told, and charges its prompt, for which this router takes nothing.
+        That one has the facts in any case: what is untold goes with the last word.
         """
         self._let_go = True
-        if self._untold is not None:
-            self._untold, self._new = None, []
+        self.told_facts |= self._untold is not None
 
     def is_answered(self) -> None:
         """Take note that the ingress has taken the answer to its end: it asks no other router."""
