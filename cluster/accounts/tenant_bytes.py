@@ -14,7 +14,8 @@ class TenantBytes:
 
     evict: drops what is best dropped of a tenant's and `give_back`s its bytes, or returns False where nothing may go.
     Where that leaves no room, a tenant within its share gets what it asks for all the same, up to twice `most` in
-    all: so much may be taken by tenants of which nothing may go.
+    all: so much may be taken by tenants of which nothing may go. None counts for more than `most` there, so that one
+    who takes more than everything has (`take`) leaves others their room.
     """
 
     def __init__(self, most: int, evict: Callable[[str], bool] = lambda _: False) -> None:
@@ -34,7 +35,8 @@ class TenantBytes:
         """Return whether so much more may be taken; others' or its own goes for it, where there is no room."""
         while self.num_bytes + size > self.most:
             if not any(map(self._evict, self._payers(tenant, size))):
-                has_place = not size or self.num_bytes + size <= 2 * self.most
+                counted = sum(min(taken, self.most) for taken in self._of.values())
+                has_place = not size or counted + size <= 2 * self.most
                 return has_place and not self._is_beyond(tenant, tenant, size)
         return True
 

@@ -163,7 +163,7 @@ def test_a_nan_of_a_later_token_reaches_no_earlier_one():
 
 def test_values_take_no_memory_of_their_own():
     cache = KVCache([LatentSpec(torch.bfloat16, 48, 32)] * 3, 10, 16, CPU)
-    assert sum(tensor.nbytes for tensor in cache.tensors) == 3 * 10 * 16 * 48 * 2
+    assert sum(tensor.nbytes for tensor in cache.tensors) == 3 * 10 * 16 * 48 * 2 + cache.token_ids.nbytes
     layer = cache.layers[1]
     assert layer.values.shape == (10, 16, 1, 32)
     assert layer.values.data_ptr() == layer.keys.data_ptr()

@@ -201,7 +201,7 @@ def test_the_plan_counts_what_is_allocated_for_layers_that_are_unlike(folder, tw
     resolved, model, cache = (two_ranks(held) if size == 2 else [held(SoloGroup())])[0]
     found = footprint_of(resolved, model)
     tokens = sum(2 * kv_heads // size * head_dim * 4 for _, kv_heads, head_dim, *_ in LAYERS)
-    assert found.block_bytes == 16 * tokens
+    assert found.block_bytes == 16 * (tokens + 4)  # each token's id lies beside its keys and values
     assert cache == resolved.num_kv_blocks * found.block_bytes
     assert [layer.window for layer in found.attention] == [0, 7, 11, 0]
 

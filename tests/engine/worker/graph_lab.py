@@ -147,7 +147,8 @@ class BufferedExecutor(FakeExecutor):
 
     def _copy(self, copies):
         if len(copies):
-            self._cache[copies[:, 1]] = self._cache[copies[:, 0]]
+            for held in (self._cache, self.ids):
+                held[copies[:, 1]] = held[copies[:, 0]]
 
     def _store(self, inputs):
         if self._words is None:
