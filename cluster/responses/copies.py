@@ -15,8 +15,8 @@ class Copies(Protocol):
         """Have what is new of a record copied soon; what is there of it is overwritten by a later epoch."""
         ...
 
-    async def settle(self, record: Record) -> None:
-        """Return once a copy of the record is somewhere else, or none can be for now."""
+    async def settle(self, record: Record) -> bool:
+        """Return whether a copy of the record is somewhere else by now, or has no room anywhere."""
         ...
 
     async def fetch(self, name: str, tenant: str | None) -> Record | None:
@@ -76,8 +76,9 @@ class NoCopies:
     def put(self, record: Record) -> None:
         """Copy nothing."""
 
-    async def settle(self, record: Record) -> None:
-        """Return at once."""
+    async def settle(self, record: Record) -> bool:
+        """There is no room."""
+        return True
 
     async def fetch(self, name: str, tenant: str | None) -> Record | None:
         """Know nothing."""

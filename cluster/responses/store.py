@@ -30,6 +30,7 @@ from cluster.responses.shelf import Owned, Shelf
 from cluster.responses.view import AnswerView
 from cluster.token_source import CallContext
 
+SETTLES = 0.1  # seconds between two looks at whether there is a replica that takes a copy
 SWEEP = 1.0  # seconds between two looks at whose time has come
 log = logging.getLogger(__name__)
 
@@ -185,14 +186,17 @@ class ResponseStore:
         return one
 
     async def _accepted(self, one: Owned) -> AnswerView:
-        """Return the frames of an answer once its request was accepted, and is known elsewhere, or refused."""
+        """Return the frames of an answer once its request was accepted, and is known elsewhere, or refused.
+
+        Nobody is told of one that this router alone knows: others would say that it is not there.
+        """
         view = one.view
         if view is None:
             raise RuntimeError("an answer that was begun has no frames")
         while not (view.begun or view.over):
             await view.changed()
-        if view.begun:
-            await self._copies.settle(one.record)
+        while view.begun and not await self._copies.settle(one.record) and not view.over:
+            await asyncio.sleep(SETTLES)
         return view
 
     def _run(self, one: Owned, answer_log: AnswerLog, visit: Visit) -> AnswerView:

@@ -110,14 +110,18 @@ class AnswerCopies:
         self._dirty.add(record.head.name)
         self._flush_after(PAUSE)
 
-    async def settle(self, record: Record) -> None:
+    async def settle(self, record: Record) -> bool:
         """See `Copies.settle`."""
         copied = self._records.get(record.head.name)
         if copied is None:
-            return
+            return True
         self._copy(copied)
-        if (home := next(iter(copied.homes), None)) is not None:
-            await self._ask(home, record.head.name, record.head.tenant, len(record.notes), 0.0)
+        told = [home for home, known in copied.homes.items() if known >= 0]
+        for home in told:
+            found = await self._ask(home, record.head.name, record.head.tenant, len(record.notes), 0.0)
+            if found is not None and found.name:
+                return True
+        return not told and bool(self._linked())  # none of them has room, or the request is too large
 
     async def fetch(self, name: str, tenant: str | None) -> Record | None:
         """See `Copies.fetch`. All replicas are asked: one may have fallen behind whose router could not reach it."""
@@ -161,7 +165,7 @@ class AnswerCopies:
         """Return whether all replicas have answered, and what they have. claims: as of `Fetch`."""
         asked = self._linked()
         answers = await asyncio.gather(*[self._fetch_from(one, name, tenant, claims) for one in asked])
-        whole = bool(asked) and all(model.has_all_links for model in self._models)
+        whole = bool(asked) and all(model.reaches_all for model in self._models)
         all_heard = whole and all(heard for heard, _ in answers)
         return all_heard, [one for _, one in answers if one is not None]
 

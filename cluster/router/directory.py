@@ -67,7 +67,7 @@ class ReplicaDirectory:
         self._rouse = rouse
         self._wake = asyncio.Event()
         dispatcher.call_when_leaving(self._said_to_go)
-        dispatcher.ask_for_links(self._has_all_links)
+        dispatcher.ask_for_links(self._has_all_links, self._reaches_all)
         if on_demand:
             dispatcher.call_when_waiting(self._wake.set)
         self._spawn(self._search())
@@ -177,6 +177,9 @@ class ReplicaDirectory:
     def _has_all_links(self) -> bool:
         apart = self._foreign | self._going | self._unlinked.keys()
         return self._members - apart <= self._announced.keys()
+
+    def _reaches_all(self) -> bool:
+        return self._members - self._going <= self._announced.keys()
 
     def _forget(self, replica_id: str) -> None:
         if replica_id not in self._foreign | self._going:

@@ -67,6 +67,7 @@ class Dispatcher:
         self._on_copies: Callable[[ReplicaHandle, CopyMessage], None] = lambda *_: None
         self._on_linked: Callable[[ReplicaHandle], None] = lambda _: None
         self._has_all_links: Callable[[], bool] = lambda: True
+        self._reaches_all: Callable[[], bool] = lambda: True
         self._closing = False
         self._on_leaving: Callable[[str, bool], None] = lambda replica_id, _: self.remove_replica(replica_id)
         self._on_waiting: Callable[[], None] = lambda: None
@@ -176,9 +177,17 @@ class Dispatcher:
         """Whether there is no replica, as far as is known, that may yet be linked."""
         return self._has_all_links()
 
-    def ask_for_links(self, has_all: Callable[[], bool]) -> None:
-        """Have `has_all` say whether all replicas that are there are linked, or cannot be."""
-        self._has_all_links = has_all
+    @property
+    def reaches_all(self) -> bool:
+        """Whether there is no replica that has no link now, be it one that cannot have any."""
+        return self._reaches_all()
+
+    def ask_for_links(self, has_all: Callable[[], bool], reaches_all: Callable[[], bool]) -> None:
+        """Have `has_all` say whether all replicas that are there are linked, or cannot be.
+
+        reaches_all: says whether all are but those that are to go, and give what they have to others.
+        """
+        self._has_all_links, self._reaches_all = has_all, reaches_all
 
     def hold_copies(
         self, on_message: Callable[[ReplicaHandle, CopyMessage], None], on_linked: Callable[[ReplicaHandle], None]

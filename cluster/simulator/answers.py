@@ -19,7 +19,8 @@ WHOLE, LEFT, GONE, DELETED = "whole", "left", "gone", "deleted"
 class Answer:
     """What a client got. ends: `WHOLE`, `LEFT`, `GONE` or the code of an error; exactly one when all is over.
 
-    kept_as: name of one that the server keeps, and text: its. deleted: its client had it deleted.
+    kept_as: name of one that the server keeps, and text: its. unwanted: its client asked to have it deleted. deleted:
+    it heard that it was. said_gone: it heard instead that there was none.
     """
 
     asked: Arrive
@@ -33,7 +34,9 @@ class Answer:
     task: asyncio.Task[None] | None = None
     router: RouterLife | None = None
     kept_as: str = ""
+    unwanted: bool = False
     deleted: bool = False
+    said_gone: bool = False
     text: str = ""
 
 

@@ -236,6 +236,8 @@ def _wrong(world: Scene, answer: Answer) -> list[str]:
         wrong.append(told)
     if end not in (WHOLE, LEFT, GONE, DELETED) and not _explained(world, answer, end):
         wrong.append(f"ended as {end} ({answer.status}), which no fault explains")
+    if answer.said_gone and not _copies_are_gone(world):
+        wrong.append("its client wanted to delete it, and heard that it is not there")
     if end == LEFT and answer.asked.leaves is None:
         wrong.append("its client is said to have left, and has not")
     return wrong
@@ -279,7 +281,7 @@ def _can_end_as(world: Scene, answer: Answer, code: str) -> bool:
         ASLEEP: fleet.slept,
         DEADLINE_EXCEEDED: answer.asked.timeout is not None,
         TAKES_NO_FILES: answer.asked.upload,
-        "not_found": answer.asked.kept and (_copies_are_gone(world) or was_out(world, answer)),
+        "not_found": answer.asked.kept and _copies_are_gone(world),
         "request_quarantined": answer.asked.poison or fleet.deaths >= DEATHS_OF_POISON,
         "router_lost": fleet.router_losses >= (1 if answer.asked.upload else DEATHS_OF_POISON),
         "model_changed": fleet.skewed,
@@ -288,10 +290,9 @@ def _can_end_as(world: Scene, answer: Answer, code: str) -> bool:
 
 
 def _copies_are_gone(world: Scene) -> bool:
-    """Whether all who had a kept answer may be gone, or speak another protocol than who is asked."""
+    """Whether all who had a kept answer may be gone."""
     fleet = world.fleet
-    speaks = any(getattr(event, "protocol", 1) > 1 for event in world.history.events)
-    return fleet.routers_left > 0 and (speaks or fleet.replicas_left >= min(NUM_COPIES, world.history.replicas))
+    return fleet.routers_left > 0 and fleet.replicas_left >= min(NUM_COPIES, world.history.replicas)
 
 
 def _over_quota(world: Scene, answer: Answer, code: str) -> bool:

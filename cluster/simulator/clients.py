@@ -180,7 +180,7 @@ class KeptClient:
             await asyncio.sleep(LOOK)
             status, told = await self._get(app)
         answer.status = status
-        if status == 404 and answer.deleted:
+        if status == 404 and answer.unwanted:
             end = DELETED
         elif told.get("error"):
             end = DEADLINE_EXCEEDED if "deadline" in told["error"]["message"] else str(told["error"]["code"])
@@ -190,9 +190,10 @@ class KeptClient:
 
     async def delete(self, app: ASGIApp) -> None:
         """Have it kept no more."""
-        self._answer.deleted = True
-        status, _ = await self._call(app, "DELETE", f"/{self._answer.kept_as}")
-        self._answer.deleted = status == 200
+        answer = self._answer
+        answer.unwanted = answer.deleted = True
+        status, _ = await self._call(app, "DELETE", f"/{answer.kept_as}")
+        answer.deleted, answer.said_gone = status == 200, status == 404
 
     async def is_there(self, app: ASGIApp) -> bool:
         """Return whether it is kept."""

@@ -408,4 +408,41 @@ FAILED: dict[str, History] = {
             Kill(at=1.1873, process="router-1", back=3.0),
         ),
     ),
+    "a router gave out the id of an answer that it alone knew, and the others said 404": History(
+        seed=1,
+        routers=3,
+        replicas=1,
+        ingress=True,
+        gateway=True,
+        events=(
+            Partition(at=0.3, router="router-2", replica="replica-0", seconds=8.0),
+            *(Arrive(at=0.31 + i / 1000, seed=5 + i, tokens=12, kept=True) for i in range(3)),
+        ),
+    ),
+    "a router let go of an answer, told its facts after that, and nobody charged the prompt": History(
+        seed=4452,
+        routers=2,
+        replicas=2,
+        ingress=True,
+        gateway=True,
+        events=(
+            Arrive(at=0.1, seed=937645695, prompt=1000, tokens=1),
+            LetGo(at=0.2, process="router-0"),
+            Arrive(at=0.4304, seed=781369720, prompt=2, tokens=1, stream=False, pace=0.3),
+            Arrive(at=1.1083, seed=822396179, prompt=2, tokens=1, router=1, pace=0.3),
+            Arrive(at=1.1766, seed=477128624, prompt=2, tokens=1, router=1),
+        ),
+    ),
+    "an operator woke a model before it had been sent to sleep: it slept for good": History(
+        seed=5940,
+        routers=1,
+        replicas=1,
+        ingress=True,
+        real_engine=True,
+        events=(
+            Stop(at=0.7664, process="router-0", seconds=2.0),
+            Sleep(at=1.0124, seconds=0.3, level=2, version=2),
+            Arrive(at=1.2549, seed=170446382, prompt=60, tokens=12, stream=False),
+        ),
+    ),
 }

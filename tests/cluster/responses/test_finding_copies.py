@@ -33,7 +33,7 @@ async def test_a_router_that_has_not_linked_all_replicas_does_not_say_that_a_res
             lab.replicas = []
             await new.start()
             lab.replicas = replicas
-            new.dispatcher.ask_for_links(lambda: len(new.dispatcher.linked) == len(replicas))
+            new.dispatcher.ask_for_links(lambda: True, lambda: len(new.dispatcher.linked) == len(replicas))
             statuses, unknown = [], []
             for replica in replicas:
                 new.dispatcher.add_link(await connect_local(replica.serve, new.name))
@@ -100,7 +100,7 @@ class Replica:
 class Pages:
     """A dispatcher with one replica, whose copy is another router's from the second page on."""
 
-    has_all_links = True
+    reaches_all = True
 
     def __init__(self, same_epoch: bool) -> None:
         self.linked: list[Any] = [Replica()]
@@ -130,7 +130,7 @@ async def test_pages_of_two_logs_are_not_joined(same_epoch):
 class Keepers:
     """A dispatcher with some replicas, which remember what they are told."""
 
-    has_all_links = True
+    reaches_all = True
 
     def __init__(self, count: int) -> None:
         self.linked = [Named(number) for number in range(count)]

@@ -124,8 +124,8 @@ class Links:
     def call_when_leaving(self, tell) -> None:
         self.say_to_go = tell
 
-    def ask_for_links(self, has_all) -> None:
-        self.has_all = has_all
+    def ask_for_links(self, has_all, reaches_all) -> None:
+        self.has_all, self.reaches_all = has_all, reaches_all
 
 
 class OpenLink(SimpleNamespace):
@@ -326,7 +326,8 @@ def found(name: str) -> Announcement:
 async def test_a_replica_of_another_protocol_is_tried_once_and_said_once(on_this_node, monkeypatch, caplog):
     tried = refusing(monkeypatch, OtherProtocolError("this replica speaks link protocol 7, the router 8"))
     replicas = Replicas(found("old"))
-    register = ReplicaDirectory("router", replicas, Links())
+    links = Links()
+    register = ReplicaDirectory("router", replicas, links)
     register._members_changed(frozenset(["old"]))
     async with asyncio.timeout(5):
         await replicas.all_asked.wait()
@@ -335,6 +336,7 @@ async def test_a_replica_of_another_protocol_is_tried_once_and_said_once(on_this
     assert register._watch.known == {"old"}, "it would be leased again and again"
     assert register.unlinked == {"old": "this replica speaks link protocol 7, the router 8"}
     assert caplog.text.count("no link to replica old: this replica speaks link protocol 7, the router 8") == 1
+    assert links.has_all() and not links.reaches_all(), "what it keeps is not known here"
     register._members_changed(frozenset())
     assert (register._watch.known, register.unlinked) == (set(), {})
     await register.close()
