@@ -39,6 +39,7 @@ PATIENCE = 2.0  # seconds for a replica to answer, beyond those that it is asked
 MOST_AT_ONCE = 1 << 20  # bytes of notes in one message
 LARGEST_HEAD = 6 << 20  # bytes of a request that is copied
 CLAIMS, CLAIM_AGAIN = 8, 0.25  # tries to be the only router that goes on with an answer, and seconds between two
+CALM = 15.0  # seconds after a loss of replicas in which routers may have yet to copy to those that came
 FETCHES = 2  # of a replica at a time: what it sends must fit in what may wait on its link
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,8 @@ class AnswerCopies:
         self._fetches: WeakKeyDictionary[ReplicaHandle, asyncio.Semaphore] = WeakKeyDictionary()
         self._timer: asyncio.TimerHandle | None = None
         self._looked_at: list[ReplicaHandle] = []
+        self._since: dict[ReplicaHandle, float] = {}  # when each replica was first seen here
+        self._lost: dict[str, float] = {}  # when replicas were missed that did not say that they are to go
         self._orphaned: Callable[[str], None] = lambda _: None
         self._superseded: Callable[[str, int], None] = lambda *_: None
         self._followed: Callable[[str], None] = lambda _: None
@@ -163,11 +166,23 @@ class AnswerCopies:
 
     async def _found(self, name: str, tenant: str | None, claims: bool = False) -> tuple[bool, list[_Found]]:
         """Return whether all replicas have answered, and what they have. claims: as of `Fetch`."""
-        asked = self._linked()
+        asked, may_be_blank = self._linked(), self._may_be_blank()
         answers = await asyncio.gather(*[self._fetch_from(one, name, tenant, claims) for one in asked])
         whole = bool(asked) and all(model.reaches_all for model in self._models)
-        all_heard = whole and all(heard for heard, _ in answers)
+        all_heard = whole and not may_be_blank and all(heard for heard, _ in answers)
         return all_heard, [one for _, one in answers if one is not None]
+
+    def _may_be_blank(self) -> bool:
+        """Whether all replicas that had copies may just have died, and those that are there have none yet."""
+        now, linked = asyncio.get_running_loop().time(), self._linked()
+        there = {one.replica_id for one in linked}
+        gone = {one.replica_id for one in self._since if one not in linked and not one.draining}
+        self._lost = {name: at for name, at in (dict.fromkeys(gone, now) | self._lost).items() if now - at < CALM}
+        self._lost = {name: at for name, at in self._lost.items() if name not in there}
+        self._since = {one: self._since.get(one, now) for one in linked}
+        first = min(self._lost.values(), default=now)
+        stayed = sum(since < first for since in self._since.values())
+        return len(self._lost) >= min(NUM_COPIES, len(self._lost) + stayed) > 0
 
     async def news(self, record: Record, known: int, wait: float) -> Record | None:
         """See `Copies.news`. The first replica that has some is believed."""
@@ -213,6 +228,7 @@ class AnswerCopies:
 
     def _on_linked(self, replica: ReplicaHandle) -> None:
         """Tell a replica that may have been cut off what was deleted or taken over meanwhile."""
+        self._may_be_blank()
         for said in self._deletions.told(asyncio.get_running_loop().time()):
             self._send(replica, said)
         for name, copied in list(self._records.items()):

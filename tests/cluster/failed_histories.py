@@ -445,4 +445,16 @@ FAILED: dict[str, History] = {
             Arrive(at=1.2549, seed=170446382, prompt=60, tokens=12, stream=False),
         ),
     ),
+    "the only replica died, and a router that had its successor first said 404 for the answer of another": History(
+        seed=5529,
+        routers=2,
+        replicas=1,
+        ingress=True,
+        events=(
+            Arrive(at=0.7906, seed=607324380, prompt=2, tokens=1, router=1, stream=False),
+            Arrive(at=1.1188, seed=100582863, prompt=2, tokens=1, kept=True),
+            Kill(at=1.3604, process="replica-0", back=0.5),
+            Stop(at=1.6539, process="router-1", seconds=8.0),
+        ),
+    ),
 }
