@@ -8,7 +8,7 @@ the answer again from the same facts and the same chunks, and so to the same byt
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ LISTENS = "squadron.listens"  # type of the answer to one that was not left: `as
 LETS_GO = "squadron.lets_go"  # key of a router's last message of an answer that another one is to go on with
 NO_ROUTER = "squadron.no_router"  # type of a gateway's message to itself while an exchange waits for a first router
 UNKEPT = "squadron.unkept"  # type of the ingress' message that it has no room to keep the answer any more
-KEEPS = "squadron.keeps"  # key of the scope of a request whose ingress keeps what it is told
+KEEPS = "squadron.keeps"  # key of the scope of a request: name of its exchange, "" = the ingress keeps nothing of it
 CONTINUES = "squadron.continues"  # key of the scope of a request that is asked again: a `dict` of the next two
 NOTES = "notes"  # all that was kept, in order: a list of `bytes`
 ELAPSED = "elapsed"  # seconds since the client sent the request
@@ -92,19 +92,27 @@ class Kept:
     error: ApiError | None = None
 
 
+async def _at_once() -> None:
+    """Wait for nothing."""
+
+
 class AnswerLog:
     """What must be known of one answer to go on with it elsewhere. Used on one event loop.
 
     continues: whether an earlier router had the request, and was lost. facts: of the answer, None until some router
     knew them. past: number of the request and chunk, in order, as the earlier routers had them. elapsed: seconds
     since the client sent the request to the first of them. told_facts: whether a router that is asked after this one
-    knows the facts. kept: of an answer that the server keeps, None of others.
+    knows the facts. exchange: its name, which all routers get that are asked; "" without one. kept: of an answer that
+    the server keeps, None of others. until_heard: returns once the ingress has not left this router, for all one can
+    see; where it has, the request is cancelled.
     """
 
     kept: Kept | None = None
+    until_heard: Callable[[], Awaitable[None]] = staticmethod(_at_once)
 
-    def __init__(self, notes: Sequence[bytes] | None = None, elapsed: float = 0.0) -> None:
+    def __init__(self, notes: Sequence[bytes] | None = None, elapsed: float = 0.0, exchange: str = "") -> None:
         self.continues = notes is not None
+        self.exchange = exchange
         self.facts: AnswerFacts | None = None
         self.past: list[tuple[int, TokenChunk]] = []
         self.elapsed = elapsed
@@ -125,7 +133,8 @@ class AnswerLog:
     def of(cls, scope: Mapping[str, Any]) -> AnswerLog:
         """Return the log of a request as a router gets it."""
         given: dict[str, Any] | None = scope.get(CONTINUES)
-        return cls() if given is None else cls(given[NOTES], given[ELAPSED])
+        exchange = str(scope.get(KEEPS) or "")
+        return cls(exchange=exchange) if given is None else cls(given[NOTES], given[ELAPSED], exchange)
 
     @property
     def fingerprint(self) -> str | None:

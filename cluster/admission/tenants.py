@@ -141,7 +141,8 @@ class Visit:
         self._output_tokens = 0
         self._outlives_door = False
         self._outcome = "admitted"
-        self._gave_up = False
+        self._gave_up = self._prompt_elsewhere = False
+        self._left = False
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -161,9 +162,9 @@ class Visit:
         self._outlives_door = True
         self._log = NoLog()
 
-    def give_up(self) -> None:
-        """Charge nothing at the end: another router has gone on with the answer, and charges for all of it."""
-        self._gave_up = True
+    def give_up(self, prompt: bool) -> None:
+        """Charge nothing at the end: another router has the answer, and charges for it. prompt: for that as well."""
+        self._gave_up, self._prompt_elsewhere = True, prompt
 
     def ask(self, model: str, admission: AdmissionQueue) -> None:
         """Note which model is asked, before anything is charged. admission: the queue of the model's."""
@@ -198,17 +199,23 @@ class Visit:
         self._output_tokens += tokens
         self._asked.charge(self.tenant.name, tokens)
 
+    def leave(self) -> None:
+        """Count as running no more, whatever is still to be charged; can be called twice."""
+        if not self._left:
+            self._left = True
+            self._tenancy.quotas.leave(self.tenant)
+
     async def close(self) -> None:
         """End the request; can be called twice."""
         if self._closed:
             return
         self._closed = True
-        self._tenancy.quotas.leave(self.tenant)
+        self.leave()
         if self._log.may_be_elsewhere:
-            if not self._log.told_facts:  # the other router charges the prompt as well
-                self._counts.taken_back += self._prompt_tokens
-                await self._tenancy.quotas.use_output(self.tenant, -self._prompt_tokens)
-            return
+            self.give_up(prompt=not self._log.told_facts)
+        if self._prompt_elsewhere and self._prompt_tokens:
+            self._counts.taken_back += self._prompt_tokens
+            await self._tenancy.quotas.use_output(self.tenant, -self._prompt_tokens)
         if self._gave_up:
             return
         self._counts.requests[self._outcome] += 1

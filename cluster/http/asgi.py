@@ -123,6 +123,7 @@ async def until_disconnect(
     Call it after the body was read: from then on the only message a client can send is that it left. It reads no more
     when one and the same send of `answer` was under way at two looks, `patience` seconds apart.
     """
+    answer.asked_whole = True
     task = asyncio.ensure_future(work)
     left = asyncio.ensure_future(disconnected(receive))
     try:
@@ -157,6 +158,7 @@ class Answer:
         self._form = form
         self.status = 0  # 0 until it is decided
         self.is_whole = False  # its last byte is sent, or on its way
+        self.asked_whole = False  # all of the request was read: a client can only leave
         self._streaming = False
         self._sends = 0
         self._sending = False

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -99,29 +99,38 @@ class Responder(ABC):
         except ClientStalled:
             message = "the client read nothing of its answer for too long"
             error = ApiError("slow_consumer", message, status=408, retryable=False)
-            await self._fail(answer, error, exchange, LAST_PATIENCE)
+            await self._fail(receive, answer, error, exchange, LAST_PATIENCE)
         except InvalidRequestError as error:
-            await self._fail(answer, as_api_error(error), exchange)
+            await self._fail(receive, answer, as_api_error(error), exchange)
         except ApiError as error:
-            await self._fail(answer, error, exchange)
+            await self._fail(receive, answer, error, exchange)
         except asyncio.CancelledError:
             kept: Kept | None = scope["state"][ANSWER_LOG].kept
             if kept is None or kept.stopped_by is None or answer.is_whole:
                 raise
             kept.error = kept.stopped_by
-            await self._fail(answer, kept.stopped_by, exchange)
+            await self._fail(receive, answer, kept.stopped_by, exchange)
         except Exception as error:
             log.error("request %s failed inside", exchange["id"], exc_info=redacted(error), extra=about(exchange))
             sorry = ApiError("internal_error", "the server failed; its log has more under this request id")
-            await self._fail(answer, sorry, exchange)
+            await self._fail(receive, answer, sorry, exchange)
 
     async def _fail(
-        self, answer: Answer, error: ApiError, exchange: dict[str, str], patience: float = READ_PATIENCE
+        self,
+        receive: Receive,
+        answer: Answer,
+        error: ApiError,
+        exchange: dict[str, str],
+        patience: float = READ_PATIENCE,
     ) -> None:
         error.request_id, exchange["error"] = exchange["id"], error.code
         told = exchange["id"], exchange["client_id"], error.status, error.code
         log.info("request %s (client id %r): %s %s", *told, extra=about(exchange))
-        await answer.error(error, patience=patience)
+        if not answer.asked_whole:  # what comes next is more of the body, which nobody wants
+            await answer.error(error, patience=patience)
+            return
+        with suppress(ClientGone, ClientStalled):
+            await until_disconnect(receive, answer.error(error, patience=patience), answer)
 
     @abstractmethod
     async def _respond(self, scope: Scope, receive: Receive, answer: Answer) -> None:

@@ -151,7 +151,7 @@ class KeptEndpoint(Responder):
         log: AnswerLog,
     ) -> Head:
         prefix, born = PREFIXES[self._path], secrets.token_hex(8)
-        name, seed = prefix + secrets.token_hex(16), None
+        name, seed = prefix + (log.exchange or secrets.token_hex(16)), None  # the same where it is asked again
         if key is not None:
             digest = blake2b(f"{self._path}\n{tenant}\n{key}".encode(), digest_size=24).digest()
             name, seed = prefix + digest[:16].hex(), int.from_bytes(digest[16:]) >> 1
@@ -181,7 +181,7 @@ class KeptEndpoint(Responder):
             raise RuntimeError("nothing is kept here")
         exchange, log = state["exchange"], state[ANSWER_LOG]
         streams = fields.get("stream") is True
-        async with self._store.joined(head, state["visit"], log.facts, complete) as (_, view):
+        async with self._store.joined(head, state["visit"], log, complete) as (_, view):
             show(view, exchange, log)
             if streams:
                 give: Give = partial(send_events, behind=-1 if behind is None else behind)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
@@ -129,6 +130,7 @@ class Exchange:
         self._asked: list[Message] = []  # what it has sent
         self._notes = PackedNotes()
         self._keeps = _is_repeated(scope)
+        self._name = secrets.token_hex(16)
         self._digest = blake2b(digest_size=16)
         self._sent_at = self._began
 
@@ -168,7 +170,7 @@ class Exchange:
 
     def scope_of(self, again: bool) -> Scope:
         """Return the scope for a router. again: it is not the first that gets the request."""
-        scope = {**self._scope, "headers": list(self._scope["headers"]), KEEPS: self._keeps}
+        scope = {**self._scope, "headers": list(self._scope["headers"]), KEEPS: self._name if self._keeps else ""}
         if again:
             scope[CONTINUES] = {NOTES: self._notes.notes(), ELAPSED: self._loop.time() - self._began}
         return scope

@@ -87,6 +87,7 @@ class IngressCheck:
             answer_log = scope.setdefault("state", {})[ANSWER_LOG] = AnswerLog.of(scope)
         answer_log.spoke(since=self._stalls.began())
         teller = _Teller(answer_log, receive, send, self._router_wait, self._count_unkept)
+        answer_log.until_heard = teller.until_heard
         with self._beats.of(teller):
             await self._app(scope, teller.receive, teller.send)
 
@@ -125,13 +126,13 @@ class _Teller:
         self._log.spoke()
         is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
         if is_last:
-            await self._is_heard()  # where another router has the request, this one is cancelled here
+            await self.until_heard()  # where another router has the request, this one is cancelled here
         await self._tell(message)
         if is_last:
             self._log.is_answered()
 
-    async def _is_heard(self) -> None:
-        """Wait, where it may have been left, until the ingress is heard, or would have been heard.
+    async def until_heard(self) -> None:
+        """Wait, where this router may have been left, until the ingress is heard, or would have been heard.
 
         A wait in which the router stood still is none: it was left meanwhile, and hears of that only now.
         """
@@ -197,25 +198,24 @@ class _Stalls:
     """When the router last stood still. What came meanwhile is read at once afterwards, and may be that old."""
 
     def __init__(self) -> None:
-        self._looked: float | None = None
         self._began = self._ended = float("-inf")
+        self._looked = asyncio.get_running_loop().time()
+        self._look()
 
     def began(self) -> float:
         """Return when an exchange that begins now may have been sent: in a stall that has just ended, else now."""
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        if self._looked is None:
-            self._look(loop)
-        elif now - self._looked >= 2 * BEAT:  # the look that is late has not come yet
+        now = asyncio.get_running_loop().time()
+        if now - self._looked >= 2 * BEAT:  # the look that is late has not come yet
             return self._looked
         return self._began if now - self._ended < READS else now
 
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
         now = loop.time()
-        if self._looked is not None and now - self._looked >= 2 * BEAT:
+        if now - self._looked >= 2 * BEAT:
             self._began, self._ended = self._looked, now
         self._looked = now
-        loop.call_later(BEAT, self._look, loop)
+        loop.call_later(BEAT, self._look)
 
 
 class _SendWindow:

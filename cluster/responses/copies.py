@@ -7,6 +7,8 @@ from typing import Protocol
 
 from cluster.responses.record import Head, Record
 
+SETTLES = 0.1  # seconds between two looks at whether there is a replica that takes a copy
+
 
 class Copies(Protocol):
     """The copies of all answers of an app. Used on one event loop."""
@@ -59,12 +61,13 @@ class Copies(Protocol):
     def listen(
         self,
         orphaned: Callable[[str], None],
-        superseded: Callable[[str, int], None],
+        superseded: Callable[[str, int, bool], None],
         followed: Callable[[str], None],
     ) -> None:
         """Have `orphaned` called with the name of an answer whose router is gone, for this one to go on with it.
 
-        superseded: called with the name of an answer that another router has gone on with or dropped, and its epoch.
+        superseded: called with the name of an answer that another router has gone on with or dropped, the epoch up to
+        which it is void, and whether another one goes on with it.
         followed: called with the name of an answer for which somebody waits at another router.
         """
         ...
@@ -104,7 +107,7 @@ class NoCopies:
     def listen(
         self,
         orphaned: Callable[[str], None],
-        superseded: Callable[[str, int], None],
+        superseded: Callable[[str, int, bool], None],
         followed: Callable[[str], None],
     ) -> None:
         """Call nothing."""

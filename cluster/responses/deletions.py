@@ -40,6 +40,10 @@ class Deletions:
         """Return whether this answer was deleted."""
         return (name, born) in self._until.get(tenant, ())
 
+    def knows_name(self, tenant: str, name: str) -> bool:
+        """Return whether any answer of this name was deleted."""
+        return any(one == name for one, _ in self._until.get(tenant, ()))
+
     def told(self, now: float) -> Iterator[Deleted]:
         """Return what a new link is told."""
         left = [

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from typing import Any
 
 from starlette.types import ASGIApp, Message
@@ -14,9 +15,9 @@ from cluster.admission.tenants import Visit
 from cluster.answer_log import AnswerLog
 from cluster.errors import ApiError
 from cluster.openai.response_output import CANCELLED
-from cluster.responses.copies import Copies
+from cluster.responses.copies import SETTLES, Copies
 from cluster.responses.record import Record
-from cluster.responses.shelf import Owned, Shelf
+from cluster.responses.shelf import GRACE, Owned, Shelf
 from cluster.responses.view import AnswerView
 
 NOTE_EVERY = 0.05  # seconds between two looks at what has come of an answer that runs
@@ -75,13 +76,34 @@ class Maker:
         try:
             await self.endpoints[head.path](view.scope(tenant=visit.tenant, visit=visit), view.receive(), send)
         except asyncio.CancelledError:
-            one.gone |= one.kept.stopped_by is None  # this router stops: the copies are for another
+            if one.kept.stopped_by is None and not one.gone:  # this router stops: the copies are for another
+                one.gone = True
+                one.leave()
         finally:
             noting.cancel()
             self._ended(one, view)
-            if one.taken:
-                visit.give_up()
-            await visit.close()
+            visit.leave()
+            try:
+                await self._known_elsewhere(one)
+            except asyncio.CancelledError:
+                if not one.known:  # nobody was told of it: the ingress asks another router
+                    one.leave()
+                raise
+            finally:
+                if one.taken:
+                    visit.give_up(prompt=one.anew)
+                await visit.close()
+
+    async def _known_elsewhere(self, one: Owned) -> None:
+        """Return once a replica has the end of an answer, or says that another router has gone on with it.
+
+        One that was silent hears so only now, and charges nothing.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GRACE):
+                while not (one.gone or await self._copies.settle(one.record)):
+                    await asyncio.sleep(SETTLES)
+                one.known = True
 
     async def _note_steadily(self, one: Owned) -> None:
         """Keep what is new of an answer of which nothing is sent for long, such as one that is no stream."""

@@ -27,9 +27,9 @@ Drop = Literal["expired", "evicted", "deleted", "superseded", "refused"]
 class Owned:
     """An answer that this router makes or has made. view: None of one whose frames are made again when asked for.
 
-    task: while it runs. gone: it is kept no more. taken: another router has gone on with it. outgrown: it was ended
-    because it took too much. readers: who wait for it here. read_at: when somebody last did, here or elsewhere, on
-    the event loop's clock.
+    task: while it runs. gone: it is kept no more. known: a replica is known to have had a copy. taken: another
+    router has it now. anew: that one has made it from its beginning. outgrown: it was ended because it took too much.
+    readers: who wait for it here. read_at: when somebody last did, here or elsewhere, on the event loop's clock.
     """
 
     record: Record
@@ -37,11 +37,17 @@ class Owned:
     view: AnswerView | None = None
     task: asyncio.Task[None] | None = None
     gone: bool = False
+    known: bool = False
     taken: bool = False
+    anew: bool = False
     outgrown: bool = False
     readers: int = 0
     read_at: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     counted: int = 0
+
+    def leave(self) -> None:
+        """Have another router make it, and charge for it."""
+        self.taken, self.anew = True, not self.known
 
     @property
     def size(self) -> int:

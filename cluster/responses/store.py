@@ -22,7 +22,7 @@ from cluster.admission.tenants import Tenancy, Visit
 from cluster.answer_log import AnswerFacts, AnswerLog
 from cluster.errors import ApiError
 from cluster.openai.response_output import response_cancelled
-from cluster.responses.copies import Copies, NoCopies
+from cluster.responses.copies import SETTLES, Copies, NoCopies
 from cluster.responses.making import Maker, abandoned
 from cluster.responses.record import Head, Record, end_of, kept_of
 from cluster.responses.replays import Replays
@@ -30,7 +30,6 @@ from cluster.responses.shelf import Owned, Shelf
 from cluster.responses.view import AnswerView
 from cluster.token_source import CallContext
 
-SETTLES = 0.1  # seconds between two looks at whether there is a replica that takes a copy
 SWEEP = 1.0  # seconds between two looks at whose time has come
 log = logging.getLogger(__name__)
 
@@ -72,31 +71,41 @@ class ResponseStore:
         self,
         head: Head,
         visit: Visit,
-        facts: AnswerFacts | None = None,
+        asked: AnswerLog,
         complete: Callable[[], Awaitable[bytes]] | None = None,
     ) -> AsyncIterator[tuple[Head, AnswerView]]:
         """Find the answer of this name, or begin it: then the visit is closed when it has ended.
 
         Yields once the request was accepted or refused. One that ended with an error which another try may spare is
-        gone on with. facts: of an answer that another router has begun. complete: returns the body of one that is
-        begun, None = that of the head. Raises `ApiError`: that of `complete`, 429 where there is no
-        room, 400 (`idempotency_key_reused`) where the answer is to another body.
+        gone on with. asked: the log of the exchange, with the facts of an answer that another router has begun.
+        complete: returns the body of one that is begun, None = that of the head. Raises `ApiError`: that of
+        `complete`, 429 where there is no room, 400 (`idempotency_key_reused`) where the answer is to another body.
         """
         name, tenant = head.name, head.tenant
-        record = None if self._own(name, tenant) else await self._seen(name, tenant)
+        record = None if self._own(name, tenant) else await self._seen(name, tenant, visit.deadline)
         if complete is not None and record is None and self._own(name, tenant) is None:
             head = structs.replace(head, body=await complete())
+        await asked.until_heard()  # once begun it is made and charged, whichever router the ingress asks by now
         one = self._own(name, tenant)  # another request may have begun it meanwhile
         former = record if one is None else one.record
         if former is not None and former.head.asked != head.asked:
             raise key_reused()
         if former is not None and not _may_go_on(former):
+            if not head.asked:  # no other request has this name: it is asked again, and counted where it is made
+                visit.give_up(prompt=True)
             async with self._shown(former, one) as view:
                 yield former.head, view
             return
-        one = self._started(head, visit, facts, former)
+        one = self._started(head, visit, asked.facts, former)
         with one.read():
-            yield one.record.head, await self._accepted(one)
+            try:
+                view = await self._accepted(one)
+            except asyncio.CancelledError:
+                if asked.may_be_elsewhere and not one.known:  # the ingress has another router begin it
+                    one.leave()
+                    self.shelf.drop(one, "superseded")
+                raise
+            yield one.record.head, view
 
     @asynccontextmanager
     async def found(self, name: str, tenant: str, by_id: bool = True) -> AsyncIterator[tuple[Head, AnswerView]]:
@@ -195,8 +204,13 @@ class ResponseStore:
             raise RuntimeError("an answer that was begun has no frames")
         while not (view.begun or view.over):
             await view.changed()
-        while view.begun and not await self._copies.settle(one.record) and not view.over:
-            await asyncio.sleep(SETTLES)
+        try:
+            async with asyncio.timeout_at(one.record.deadline):
+                while view.begun and not one.known:
+                    one.known = await self._copies.settle(one.record)
+                    await asyncio.sleep(0.0 if one.known else SETTLES)
+        except TimeoutError:
+            await view.whole()  # its end is its deadline
         return view
 
     def _run(self, one: Owned, answer_log: AnswerLog, visit: Visit) -> AnswerView:
@@ -214,11 +228,12 @@ class ResponseStore:
             raise not_kept(name, self.retention)
         return self._own(name, tenant) or await self._adopt(record)  # another taker may have it by now
 
-    async def _seen(self, name: str, tenant: str | None) -> Record | None:
-        """Return what others have of an answer, None also where nobody can be asked."""
+    async def _seen(self, name: str, tenant: str | None, deadline: float | None) -> Record | None:
+        """Return what others have of an answer, None also where nobody can be asked in time."""
         try:
-            return await self._copies.fetch(name, tenant)
-        except ApiError as error:
+            async with asyncio.timeout_at(deadline):
+                return await self._copies.fetch(name, tenant)
+        except (ApiError, TimeoutError) as error:
             log.info("nobody can be asked for answer %s: %s", name, error)
             return None
 
@@ -278,11 +293,11 @@ class ResponseStore:
         self._run(one, answer_log, visit)
         return one
 
-    def _on_superseded(self, name: str, epoch: int) -> None:
+    def _on_superseded(self, name: str, epoch: int, taken: bool) -> None:
         """Another router has the answer, or has dropped it: it is made here no more, and clients are given theirs."""
         one = self.shelf.get(name)
         if one is not None and one.record.epoch <= epoch:
-            one.taken = one.record.epoch < epoch
+            one.taken, one.anew = taken, taken and one.record.epoch == epoch
             self.shelf.drop(one, "superseded")
 
     def _on_followed(self, name: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count
@@ -88,15 +89,15 @@ class AnswerCopies:
         self._timer: asyncio.TimerHandle | None = None
         self._looked_at: list[ReplicaHandle] = []
         self._since: dict[ReplicaHandle, float] = {}  # when each replica was first seen here
-        self._lost: dict[str, float] = {}  # when replicas were missed that did not say that they are to go
+        self._lost: dict[str, float] = {}  # when replicas were missed: Serve has those leave, too, that died
         self._orphaned: Callable[[str], None] = lambda _: None
-        self._superseded: Callable[[str, int], None] = lambda *_: None
+        self._superseded: Callable[[str, int, bool], None] = lambda *_: None
         self._followed: Callable[[str], None] = lambda _: None
 
     def listen(
         self,
         orphaned: Callable[[str], None],
-        superseded: Callable[[str, int], None],
+        superseded: Callable[[str, int, bool], None],
         followed: Callable[[str], None],
     ) -> None:
         """See `Copies.listen`."""
@@ -105,7 +106,7 @@ class AnswerCopies:
     def put(self, record: Record) -> None:
         """See `Copies.put`."""
         if self._is_deleted(record):
-            asyncio.get_running_loop().call_soon(self._superseded, record.head.name, record.epoch)
+            asyncio.get_running_loop().call_soon(self._superseded, record.head.name, record.epoch, False)
             return
         copied = self._records.get(record.head.name)
         if copied is None or copied.record is not record:
@@ -120,16 +121,16 @@ class AnswerCopies:
             return True
         self._copy(copied)
         told = [home for home, known in copied.homes.items() if known >= 0]
-        for home in told:
-            found = await self._ask(home, record.head.name, record.head.tenant, len(record.notes), 0.0)
-            if found is not None and found.name:
-                return True
+        async with aclosing(self._told(told, record, len(record.notes), 0.0)) as answers:
+            async for found in answers:
+                if found.name:
+                    return True
         return not told and bool(self._linked())  # none of them has room, or the request is too large
 
     async def fetch(self, name: str, tenant: str | None) -> Record | None:
         """See `Copies.fetch`. All replicas are asked: one may have fallen behind whose router could not reach it."""
         all_heard, found = await self._found(name, tenant)
-        if not (found or all_heard):
+        if not (found or all_heard or (tenant is not None and self._deletions.knows_name(tenant, name))):
             message = "not every replica could be asked for what is kept of it; ask again"
             raise ApiError("no_replica", message, retry_after=1)
         return _latest(found)
@@ -176,31 +177,39 @@ class AnswerCopies:
         """Whether all replicas that had copies may just have died, and those that are there have none yet."""
         now, linked = asyncio.get_running_loop().time(), self._linked()
         there = {one.replica_id for one in linked}
-        gone = {one.replica_id for one in self._since if one not in linked and not one.draining}
+        gone = {one.replica_id for one in self._since if one not in linked}
         self._lost = {name: at for name, at in (dict.fromkeys(gone, now) | self._lost).items() if now - at < CALM}
         self._lost = {name: at for name, at in self._lost.items() if name not in there}
         self._since = {one: self._since.get(one, now) for one in linked}
-        first = min(self._lost.values(), default=now)
-        stayed = sum(since < first for since in self._since.values())
+        stayed = sum(now - since >= CALM for since in self._since.values())
         return len(self._lost) >= min(NUM_COPIES, len(self._lost) + stayed) > 0
 
     async def news(self, record: Record, known: int, wait: float) -> Record | None:
         """See `Copies.news`. The first replica that has some is believed."""
-        head = record.head
-        asks = [asyncio.create_task(self._ask(one, head.name, head.tenant, known, wait)) for one in self._linked()]
         none: Record | None = None
+        async with aclosing(self._told(self._linked(), record, known, wait)) as answers:
+            async for found in answers:
+                if not found.name:
+                    continue
+                news = Record(record.head, list(found.notes), unpack_end(found.end), found.epoch, owner=found.owner)
+                if news.version > record.version:
+                    return news
+                if news.version == record.version:  # else it is of an earlier router
+                    if news.notes or news.end is not None:
+                        return news
+                    none = news
+        return none
+
+    async def _told(
+        self, replicas: Sequence[ReplicaHandle], record: Record, known: int, wait: float
+    ) -> AsyncGenerator[Fetched, None]:
+        """Ask replicas at once; yields what each of them says as it comes."""
+        head = record.head
+        asks = [asyncio.create_task(self._ask(one, head.name, head.tenant, known, wait)) for one in replicas]
         try:
             for ask in asyncio.as_completed(asks):
-                found = await ask
-                if found is not None and found.name:
-                    news = Record(head, list(found.notes), unpack_end(found.end), found.epoch, owner=found.owner)
-                    if news.version > record.version:
-                        return news
-                    if news.version == record.version:  # else it is of an earlier router
-                        if news.notes or news.end is not None:
-                            return news
-                        none = news
-            return none
+                if (found := await ask) is not None:
+                    yield found
         finally:
             for one in asks:
                 one.cancel()
@@ -217,7 +226,7 @@ class AnswerCopies:
         for one in new:
             copied = self._records.get(one.name)
             if copied is not None and self._is_deleted(copied.record):
-                self._superseded(one.name, copied.record.epoch)
+                self._superseded(one.name, copied.record.epoch, False)
         for replica in self._linked() if new else ():
             if replica is not source:
                 self._send(replica, Deleted(new))
@@ -269,7 +278,7 @@ class AnswerCopies:
             case Followed(name=name):
                 self._followed(name)
             case Superseded(name=name, epoch=epoch):
-                self._superseded(name, epoch)
+                self._superseded(name, epoch, True)
 
     def close(self) -> None:
         """Copy nothing more."""

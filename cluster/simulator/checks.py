@@ -11,7 +11,7 @@ from cluster.admission.keys import OPEN, Tenant
 from cluster.admission.quotas import MINUTE
 from cluster.router.answer_copies import NUM_COPIES
 from cluster.simulator.answers import DELETED, GONE, LEFT, WHOLE, Answer, Scene
-from cluster.simulator.clients import LOOK
+from cluster.simulator.clients import CUT, LOOK
 from cluster.simulator.fleet import ABSENT, EVER, SPEECH
 from cluster.simulator.history import FREE, LIMITED, Arrive, Leap, SetClock, Slow
 from cluster.simulator.lives import ReplicaLife, RouterLife
@@ -81,8 +81,11 @@ def left_over(world: Scene) -> list[str]:
         waits = life.dispatcher.num_live + life.dispatcher.num_waiting
         if life.admission is not None:
             waits += life.admission.num_waiting + sum(life.tenancy.quotas.running(one) for one in TENANTS)
+            waits += life.tenancy.num_open
         if waits:
-            left.append(f"{life.name} has {waits} requests that live, wait, or are counted as running")
+            left.append(
+                f"{life.name} has {waits} requests that live, wait, are counted as running, or have yet to be charged"
+            )
     scaler = world.fleet.autoscaler
     if scaler is not None and not scaler.at_rest:
         left.append(f"the autoscaler asks for {scaler.target} replicas, and nobody asks anything")
@@ -250,7 +253,9 @@ def _untimely(world: Scene, answer: Answer, end: str) -> str:
     would not come out of a line in time hears so at once.
     """
     timeout, took = answer.asked.timeout, answer.ended - answer.began
-    if timeout is None or world.fleet.slept or (answer.asked.kept and end == WHOLE):
+    if timeout is None or world.fleet.slept:
+        return ""
+    if answer.asked.kept and (end == WHOLE or was_out(world, answer)):  # who asks for it may not be told at once
         return ""
     leapt = any(isinstance(event, Leap) for event in world.history.events)
     others = [one for one in world.answers if one.began <= answer.began and answer.began <= (one.ended or EVER)]
@@ -285,8 +290,15 @@ def _can_end_as(world: Scene, answer: Answer, code: str) -> bool:
         "request_quarantined": answer.asked.poison or fleet.deaths >= DEATHS_OF_POISON,
         "router_lost": fleet.router_losses >= (1 if answer.asked.upload else DEATHS_OF_POISON),
         "model_changed": fleet.skewed,
+        CUT: _was_cut(world),
     }
     return explained[code] if code in explained else _over_quota(world, answer, code)
+
+
+def _was_cut(world: Scene) -> bool:
+    """Whether a router may have been lost between two pieces of a body or an event, and no other came in time."""
+    slow = any(isinstance(event, Slow) and event.replica == "holder" for event in world.history.events)
+    return slow and world.fleet.router_losses > 0
 
 
 def _copies_are_gone(world: Scene) -> bool:
@@ -296,7 +308,10 @@ def _copies_are_gone(world: Scene) -> bool:
 
 
 def _over_quota(world: Scene, answer: Answer, code: str) -> bool:
-    """Whether a tenant's quota can have led to this end."""
+    """Whether a tenant's quota can have led to this end.
+
+    What is asked again after the loss of a router that had said nothing counts once more.
+    """
     quota, asked = world.history.quota, answer.asked
     if quota is None or not asked.limited or code not in OVER_QUOTA:
         return False
@@ -304,10 +319,11 @@ def _over_quota(world: Scene, answer: Answer, code: str) -> bool:
         return quota.tokens_per_minute is not None and world.prompt_tokens(asked) > quota.tokens_per_minute
     others = [one for one in world.answers if one.asked.limited and one is not answer and one.began <= answer.ended]
     at_once = [one for one in others if not one.ends or one.ended + RECOVERY >= answer.began]
+    num_asked = len(others) + world.fleet.router_losses
     tokens = sum(world.prompt_tokens(one.asked) + one.asked.tokens * one.asked.choices for one in (*others, answer))
     return (
         (quota.max_concurrent is not None and len(at_once) >= quota.max_concurrent)
-        or (quota.requests_per_minute is not None and len(others) >= quota.requests_per_minute)
+        or (quota.requests_per_minute is not None and num_asked >= quota.requests_per_minute)
         or (quota.tokens_per_minute is not None and tokens > quota.tokens_per_minute)
     )
 

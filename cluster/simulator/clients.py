@@ -191,7 +191,7 @@ class KeptClient:
     async def delete(self, app: ASGIApp) -> None:
         """Have it kept no more."""
         answer = self._answer
-        answer.unwanted = answer.deleted = True
+        answer.unwanted = True
         status, _ = await self._call(app, "DELETE", f"/{answer.kept_as}")
         answer.deleted, answer.said_gone = status == 200, status == 404
 

@@ -334,6 +334,8 @@ class Fleet:
         self.router_set.remove(life)
         while life.exchanges or life.dispatcher.num_live or life.dispatcher.num_waiting or life.is_leased:
             await asyncio.sleep(NOTICE)
+        while self.history.ingress and life.tenancy.num_open:  # the process charges for them as it ends
+            await asyncio.sleep(NOTICE)
         await asyncio.sleep(GRACE)
         self.after(0.0, self._end_router, life, False)
         self.after(NOTICE, life.over.set)

@@ -9,8 +9,8 @@ from random import Random
 from cluster.admission.keys import Quota
 
 FREE, LIMITED = "free", "limited"  # tenants, and their keys
-INGRESS_SHARE = 0.15  # of histories that go through the holder and HTTP; the others ask a router's dispatcher
-INGRESS_SHARE_OF_ALL, GATEWAY_SHARE = 0.25, 0.6  # with all events: of histories; of these, whose holder is a gateway
+# Of histories, those that go through the holder and HTTP; of these, whose holder is a gateway.
+INGRESS_SHARE, GATEWAY_SHARE = 0.25, 0.6
 ARRIVALS, FAULTS = 1.5, 2.0  # seconds from the beginning in which they come
 
 
@@ -208,14 +208,11 @@ class History:
         return replace(self, events=tuple(one for i, one in enumerate(self.events) if i not in events))
 
 
-def drawn(seed: int, all_events: bool = False) -> History:
-    """Return the history of a seed.
-
-    all_events: with gateways, cuts before them, clocks, deletions, routers that leave in turn, and sleep.
-    """
+def drawn(seed: int) -> History:
+    """Return the history of a seed."""
     rng = Random(seed)
-    ingress = rng.random() < (INGRESS_SHARE_OF_ALL if all_events else INGRESS_SHARE)
-    gateway = all_events and ingress and rng.random() < GATEWAY_SHARE
+    ingress = rng.random() < INGRESS_SHARE
+    gateway = ingress and rng.random() < GATEWAY_SHARE
     routers, replicas = rng.choice((1, 2, 2, 3) if ingress else (1, 1, 2)), rng.choice((1, 2, 2, 3, 4))
     events: list[Event] = [_arrival(rng, routers, number, ingress) for number in range(rng.randint(3, 8))]
     if gateway:

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 from starlette import routing
 from starlette.types import ASGIApp, Receive, Scope, Send
+from typing_extensions import override
 
 from cluster.admission.admission_queue import AdmissionQueue
 from cluster.admission.keys import FixedKeys, KeyEntry, KeyRing, Tenant, hash_key
 from cluster.admission.quotas import Quotas
-from cluster.admission.tenants import Tenancy
+from cluster.admission.tenants import Tenancy, Visit
 from cluster.config import ClusterConfig
 from cluster.http import app
 from cluster.http.ui import ui_route
@@ -222,7 +223,7 @@ class RouterLife:
         self.over = asyncio.Event()
         self.incidents: IncidentLog | None = None
         self.admission: AdmissionQueue | None = None
-        self.tenancy: Tenancy
+        self.tenancy: WatchedTenancy
         self.letting_go: LetGo
         self.app: ASGIApp
         self._served = served
@@ -302,11 +303,31 @@ def gateway(gateway_id: str, config: ClusterConfig, routers: Any) -> GatewayApp:
     return GatewayApp(pool, RouterLossGuard(pool, asyncio.get_running_loop().time, gateway=True))
 
 
-def _tenancy(history: History) -> Tenancy:
+class WatchedTenancy(Tenancy):
+    """Knows what has yet to be charged."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._visits: list[Visit] = []
+
+    @property
+    def num_open(self) -> int:
+        """How many visits have not been closed."""
+        self._visits = [one for one in self._visits if not one._closed]
+        return len(self._visits)
+
+    @override
+    async def visit(self, *given: Any, **named: Any) -> Visit:
+        visit = await super().visit(*given, **named)
+        self._visits.append(visit)
+        return visit
+
+
+def _tenancy(history: History) -> WatchedTenancy:
     if history.quota is None:
-        return Tenancy()
+        return WatchedTenancy()
     entries = [KeyEntry(hash_key(FREE), Tenant(FREE)), KeyEntry(hash_key(LIMITED), Tenant(LIMITED, history.quota))]
-    return Tenancy(FixedKeys(KeyRing(entries)), Quotas(time.time))  # the history's
+    return WatchedTenancy(FixedKeys(KeyRing(entries)), Quotas(time.time))  # the history's
 
 
 _ui_route, _compile_path = cache(ui_route), cache(routing.compile_path)

@@ -4,8 +4,6 @@
 --minutes N     fresh seeds for so long (the default: one minute)
 --seed S        one history; what happens in it is printed
 --processes N   at a time; 2
---all-events    draws also gateways, cuts before them, clocks, deletions, routers that leave in turn, and sleep; these
-                histories still find violations
 """
 
 from __future__ import annotations
@@ -32,15 +30,14 @@ def main(args: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--all-events", action="store_true")
     given = parser.parse_args(args)
     if given.seed is not None:
-        return _one(given.seed, given.all_events)
+        return _one(given.seed)
     first, beyond = given.seeds or (secrets.randbits(40), None)
     seconds = None if given.seeds else 60 * given.minutes
     print(f"seeds from {first} on", flush=True)
     total, began = Tally(), time.monotonic()
-    for tally in tallies(first, beyond, seconds, given.processes, given.all_events):
+    for tally in tallies(first, beyond, seconds, given.processes):
         for seed, violations in tally.failed.items():
             print(f"seed {seed}: {'; '.join(violations)[:600]}", flush=True)
         total.add(tally)
@@ -52,7 +49,7 @@ def main(args: list[str]) -> int:
         f"in {given.processes} processes, {of_cpu:.0f} a minute of CPU time"
     )
     for seed in list(total.failed)[:SHOWN]:
-        _show(drawn(seed, given.all_events))
+        _show(drawn(seed))
     return 1 if total.failed else 0
 
 
@@ -61,8 +58,8 @@ def _span(text: str) -> tuple[int, int]:
     return int(first), int(beyond)
 
 
-def _one(seed: int, all_events: bool) -> int:
-    history = drawn(seed, all_events)
+def _one(seed: int) -> int:
+    history = drawn(seed)
     outcome = run(history)
     print(as_test(history))
     print(f"{outcome.streams} streams, {outcome.whole} whole, {outcome.seconds:.2f} s, trace {outcome.trace}")

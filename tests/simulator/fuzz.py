@@ -35,14 +35,14 @@ class Tally:
         self.failed |= other.failed
 
 
-def tally(seeds: Iterable[int], all_events: bool) -> Tally:
+def tally(seeds: Iterable[int]) -> Tally:
     """Run the histories of these seeds in this process."""
     gc.collect()
     gc.disable()  # a history leaves circles that live until it is over, and collections in between find nothing
     found, began = Tally(), time.process_time()
     try:
         for seed in seeds:
-            history = drawn(seed, all_events)
+            history = drawn(seed)
             outcome = run(history)
             found.histories += 1
             found.over_http += history.ingress
@@ -56,9 +56,7 @@ def tally(seeds: Iterable[int], all_events: bool) -> Tally:
     return found
 
 
-def tallies(
-    first: int, beyond: int | None, seconds: float | None, processes: int, all_events: bool = False
-) -> Iterator[Tally]:
+def tallies(first: int, beyond: int | None, seconds: float | None, processes: int) -> Iterator[Tally]:
     """Yield what comes of the seeds from `first` on, piece by piece, until `beyond` or for `seconds`."""
     until = None if seconds is None else time.monotonic() + seconds
 
@@ -70,12 +68,12 @@ def tallies(
             at = end
 
     if processes == 1:
-        yield from (tally(piece, all_events) for piece in pieces())
+        yield from (tally(piece) for piece in pieces())
         return
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         waiting = []
         for piece in pieces():
-            waiting.append(pool.apply_async(tally, (piece, all_events)))
+            waiting.append(pool.apply_async(tally, (piece,)))
             if len(waiting) >= 2 * processes:
                 yield waiting.pop(0).get()
         for one in waiting:

@@ -126,7 +126,7 @@ async def test_a_router_hears_which_of_its_answers_end_with_it(monkeypatch):
     kept: list[bool] = []
 
     async def app(scope, receive, send) -> None:
-        kept.append(scope[KEEPS])
+        kept.append(bool(scope[KEEPS]))
         await receive()
         await send(START)
         while not check.unkept:

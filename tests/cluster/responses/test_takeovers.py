@@ -52,7 +52,7 @@ class SlowCopies(NoCopies):
     def disclaim(self, name: str) -> None:
         self.disclaimed = True
 
-    def listen(self, orphaned: Callable[[str], None], superseded: Callable[[str, int], None], *_: object) -> None:
+    def listen(self, orphaned: Callable[[str], None], *_: object) -> None:
         self.orphaned = orphaned
 
 
@@ -102,10 +102,10 @@ class TakenAtOnce(NoCopies):
     async def fetch(self, name: str, tenant: str | None) -> Record | None:
         if self.left:
             self.left -= 1
-            asyncio.get_running_loop().call_soon(self.superseded, name, 0)
+            asyncio.get_running_loop().call_soon(self.superseded, name, 0, True)
         return None
 
-    def listen(self, orphaned: Callable[[str], None], superseded: Callable[[str, int], None], *_: object) -> None:
+    def listen(self, _: object, superseded: Callable[[str, int, bool], None], *__: object) -> None:
         self.superseded = superseded
 
 
@@ -174,7 +174,7 @@ async def test_an_answer_that_has_ended_is_kept_no_longer_for_being_taken_over(t
 class Superseded(NoCopies):
     """Another router goes on with the answer when it is told to."""
 
-    def listen(self, orphaned: Callable[[str], None], superseded: Callable[[str, int], None], *_: object) -> None:
+    def listen(self, _: object, superseded: Callable[[str, int, bool], None], *__: object) -> None:
         self.superseded = superseded
 
 
@@ -193,7 +193,7 @@ async def test_what_another_router_goes_on_with_is_charged_there(model, epoch, c
         headers = {"authorization": "Bearer ann"}
         name = (await client.post("/v1/responses", json=BODY, headers=headers)).json()["id"]
         await paused.wait()
-        copies.superseded(name, epoch)
+        copies.superseded(name, epoch, not charged)
         while tenancy.quotas.running(tenant):
             await asyncio.sleep(0)
     counts = tenancy.counts_of(MODEL, tenant)
