@@ -114,7 +114,8 @@ class World(Scene):
     async def _settle(self) -> None:
         kept = any(answer.asked.kept for answer in self.answers)  # whose client need not be there
         opens = self.fleet.network.open_from  # until then who is cut off cannot hear that nobody waits
-        until = max(self.loop.now, opens) + SETTLED + (CONFIG.router_wait if kept else 0.0)
+        scales = self.fleet.autoscaler is not None  # after the router is silent for good that had asked
+        until = max(self.loop.now, opens) + SETTLED * (1 + scales) + (CONFIG.router_wait if kept else 0.0)
         await asyncio.sleep(0.05)
         while self.loop.now < until and (checks.left_over(self) or self._stands_still()):
             await asyncio.sleep(0.5)
