@@ -150,8 +150,8 @@ class KeptEndpoint(Responder):
         tenant: str,
         log: AnswerLog,
     ) -> Head:
-        prefix, born = PREFIXES[self._path], secrets.token_hex(8)
-        name, seed = prefix + (log.exchange or secrets.token_hex(16)), None  # the same where it is asked again
+        prefix, exchange = PREFIXES[self._path], log.exchange or secrets.token_hex(16)
+        name, seed = prefix + exchange, None  # the same at all routers that are asked, as `born` is
         if key is not None:
             digest = blake2b(f"{self._path}\n{tenant}\n{key}".encode(), digest_size=24).digest()
             name, seed = prefix + digest[:16].hex(), int.from_bytes(digest[16:]) >> 1
@@ -161,7 +161,7 @@ class KeptEndpoint(Responder):
         session = headers.get(SESSION_HEADER, "")
         by_id, stays = fields.get("store") is not False, background or fields.get("store") is True
         return Head(
-            name, self._path, body, tenant, born, b"", seed, background, session, by_id, needs_client=not stays
+            name, self._path, body, tenant, exchange, b"", seed, background, session, by_id, needs_client=not stays
         )
 
     async def _kept(

@@ -531,4 +531,18 @@ FAILED: dict[str, History] = {
             Delete(at=0.7182, answer=2),
         ),
     ),
+    "two routers began an answer that was asked for again, and only one of the two was deleted": History(
+        seed=81961735334,
+        routers=2,
+        replicas=1,
+        ingress=True,
+        gateway=True,
+        events=(
+            Drain(at=0.1519, process="replica-0", back=0.5),
+            Partition(at=0.3385, router="router-0", replica="replica-0", seconds=8.0),
+            Arrive(at=0.356, seed=456855980, prompt=2, tokens=1, kept=True),
+            Cut(at=1.3114, router="router-0", replica="holder"),
+            Delete(at=8.356, answer=0),
+        ),
+    ),
 }
