@@ -133,7 +133,8 @@ class AnswerLog:
     def of(cls, scope: Mapping[str, Any]) -> AnswerLog:
         """Return the log of a request as a router gets it."""
         given: dict[str, Any] | None = scope.get(CONTINUES)
-        exchange = str(scope.get(KEEPS) or "")
+        keeps = scope.get(KEEPS)
+        exchange = keeps if isinstance(keeps, str) else ""  # an ingress of an earlier version says True
         return cls(exchange=exchange) if given is None else cls(given[NOTES], given[ELAPSED], exchange)
 
     @property

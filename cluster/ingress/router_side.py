@@ -88,8 +88,11 @@ class IngressCheck:
         answer_log.spoke(since=self._stalls.began())
         teller = _Teller(answer_log, receive, send, self._router_wait, self._count_unkept)
         answer_log.until_heard = teller.until_heard
-        with self._beats.of(teller):
-            await self._app(scope, teller.receive, teller.send)
+        try:
+            with self._beats.of(teller):
+                await self._app(scope, teller.receive, teller.send)
+        finally:
+            del answer_log.until_heard  # no circle is left of an exchange
 
     def _count_unkept(self) -> None:
         self.unkept += 1

@@ -103,7 +103,7 @@ class Maker:
             async with asyncio.timeout(GRACE):
                 while not (one.gone or await self._copies.settle(one.record)):
                     await asyncio.sleep(SETTLES)
-                one.known = True
+        one.known = True  # or nobody can know: who waits for its id waits no longer
 
     async def _note_steadily(self, one: Owned) -> None:
         """Keep what is new of an answer of which nothing is sent for long, such as one that is no stream."""

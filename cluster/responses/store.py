@@ -98,14 +98,7 @@ class ResponseStore:
             return
         one = self._started(head, visit, asked.facts, former)
         with one.read():
-            try:
-                view = await self._accepted(one)
-            except asyncio.CancelledError:
-                if asked.may_be_elsewhere and not one.known:  # the ingress has another router begin it
-                    one.leave()
-                    self.shelf.drop(one, "superseded")
-                raise
-            yield one.record.head, view
+            yield one.record.head, await self._accepted(one)
 
     @asynccontextmanager
     async def found(self, name: str, tenant: str, by_id: bool = True) -> AsyncIterator[tuple[Head, AnswerView]]:

@@ -177,8 +177,8 @@ class AnswerCopies:
         """Whether all replicas that had copies may just have died, and those that are there have none yet."""
         now, linked = asyncio.get_running_loop().time(), self._linked()
         there = {one.replica_id for one in linked}
-        gone = {one.replica_id for one in self._since if one not in linked}
-        self._lost = {name: at for name, at in (dict.fromkeys(gone, now) | self._lost).items() if now - at < CALM}
+        gone = {one.replica_id: one.gone_at for one in self._since if one not in linked}
+        self._lost = {name: at for name, at in (self._lost | gone).items() if now - at < CALM}
         self._lost = {name: at for name, at in self._lost.items() if name not in there}
         self._since = {one: self._since.get(one, now) for one in linked}
         stayed = sum(now - since >= CALM for since in self._since.values())

@@ -147,6 +147,7 @@ class ReplicaHandle:
         self.drains_since: float | None = None  # when that was first seen
         self.hands_over = False  # said that what runs there is to go on elsewhere at once
         self.gone = False
+        self.gone_at = 0.0  # on the event loop's clock
         self.live: dict[int, LiveRequest] = {}
         self.streams: dict[int, ChoiceLog] = {}
         self.num_of_others = 0  # requests here of other routers, as the replica last said

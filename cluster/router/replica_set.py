@@ -144,7 +144,7 @@ class ReplicaSet:
         if replica.takes_requests:
             self.served_until = now
         self._absent.lost(replica, code, now)
-        replica.gone = True
+        replica.gone, replica.gone_at = True, now
         if self._linked.get(replica.replica_id) is replica:
             del self._linked[replica.replica_id]
             self.selection.refresh()

@@ -545,4 +545,15 @@ FAILED: dict[str, History] = {
             Delete(at=8.356, answer=0),
         ),
     ),
+    "a router that had stood still dropped a kept answer which another one gave out by its copy: 404": History(
+        seed=7,
+        routers=2,
+        replicas=1,
+        ingress=True,
+        gateway=True,
+        events=(
+            Arrive(at=1.0, seed=5, tokens=3, kept=True),
+            Stop(at=1.0033, process="router-0", seconds=6.0),
+        ),
+    ),
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.answer_log import CONTINUES, ELAPSED, KEEPS, KEPT, NOTES
+from cluster.answer_log import CONTINUES, ELAPSED, KEEPS, KEPT, NOTES, AnswerLog
 from cluster.ingress.router_side import IngressCheck
 from tests.cluster.openai.test_openai_chat_tools import CALL, CHAT, TOOLS, model
 from tests.fake_source import FakeSource
@@ -122,3 +122,8 @@ async def test_what_another_version_makes_another_prompt_of_is_refused(model):
     notes = [message[KEPT] for message in first[:4] if KEPT in message]
     with pytest.raises(AssertionError, match="model_changed"):
         await answer(model, text, path, asked | {"prompt": ["one", "two tree"]}, notes)
+
+
+@pytest.mark.parametrize(("keeps", "name"), [(True, ""), (False, ""), ("", ""), ("one", "one")])
+def test_an_ingress_of_an_earlier_version_names_no_exchange(keeps, name):
+    assert AnswerLog.of({KEEPS: keeps}).exchange == name
