@@ -26,7 +26,7 @@ def own_arguments(
 
     Raises `refusal` for another one, with what to do instead or the nearest that there is. kind: what they are.
     """
-    others = given.keys() - known
+    others = [name for name in given if name not in known]
     for name in others:
         if name not in advice:
             near = near_name(name, known)
@@ -39,7 +39,7 @@ def own_arguments(
 
 def answers_vllms(frozen: Class) -> Class:
     """Have a frozen dataclass of a request say what to write for a field that it lacks, and for one that is set."""
-    known, make = tuple(frozen.__dataclass_fields__), frozen.__init__
+    known, make = frozen.__dataclass_fields__, frozen.__init__
 
     @wraps(make)
     def init(self: Any, *values: Any, **given: Any) -> None:
