@@ -49,7 +49,7 @@ def status(
 ) -> None:
     """Show a server's replicas, their load, and why a replica does not serve.
 
-    Exit code: 0 = ready, 1 = not ready, 2 = no answer. Needs no Ray on this machine.
+    Exit code: 0 = ready, 1 = not ready, 2 = no answer, 3 = the key is refused. Needs no Ray on this machine.
     """
     from deploy.status import show_status
 
@@ -66,7 +66,7 @@ def top(
     """Show live requests, tokens, latencies, replicas and tenants of a server. Ctrl-C ends it.
 
     Rates and percentiles are those of the last interval, over all routers that answered. Exit code:
-    0 = ready, 1 = not ready, 2 = no answer. Needs no Ray on this machine.
+    0 = ready, 1 = not ready, 2 = no answer, 3 = the key is refused. Needs no Ray on this machine.
     """
     from deploy.top.command import show_top
 
@@ -81,7 +81,7 @@ def why(
 ) -> None:
     """Show what a request waits or waited for: its turn, a replica, token budget, KV blocks, preemption, migration.
 
-    Exit code: 0 = found, 1 = unknown request, 2 = no answer. Needs no Ray on this machine.
+    Exit code: 0 = found, 1 = unknown request, 2 = no answer, 3 = the key is refused. Needs no Ray on this machine.
     """
     from deploy.cli.why import show_why
 

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from deploy.cli.client import NO_SERVER, NoAnswerError, ask, client_for, json_object, server_url
+from deploy.cli.client import NO_SERVER, KeyRefusedError, NoAnswerError, ask, client_for, json_object, server_url
 from deploy.cli.look import BAD, GOOD, console_for_reports, head, notice, pairs, plain_word, share_bar, show, table_of
 
 WAITING = "squadron_tenant_requests_queued"
@@ -29,6 +29,12 @@ class Condition(Enum):
     READY = 0
     NOT_READY = 1
     UNREACHABLE = 2
+    KEY_REFUSED = 3
+
+    @property
+    def told(self) -> bool:
+        """Whether a router of ours said how it is."""
+        return self in (Condition.READY, Condition.NOT_READY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +164,7 @@ HEADS = {
     Condition.READY: ("READY", GOOD),
     Condition.NOT_READY: ("NOT READY", BAD),
     Condition.UNREACHABLE: ("UNREACHABLE", BAD),
+    Condition.KEY_REFUSED: ("KEY REFUSED", BAD),
 }
 
 
@@ -278,6 +285,8 @@ def fetch_with_metrics(client: httpx.Client) -> tuple[StatusReport, str]:
     try:
         body = json_object(ask(client, "/ready"))
         metrics = ask(client, "/metrics")
+    except KeyRefusedError as error:
+        return StatusReport(address, Condition.KEY_REFUSED, notice=str(error)), ""
     except NoAnswerError as error:
         return _unreachable(address, str(error)), ""
     except ValueError:

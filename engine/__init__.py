@@ -14,9 +14,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine.llm import LLM
     from engine.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
-    from engine.sampling_params import SamplingParams, StructuredOutput
+    from engine.sampling_params import SamplingParams, StructuredOutput, StructuredOutputsParams
 
-__all__ = ["LLM", "CompletionOutput", "EmbeddingOutput", "RequestOutput", "SamplingParams", "StructuredOutput"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutput",
+    "StructuredOutputsParams",
+]
 
 _MODULES = {
     "LLM": "engine.llm",
@@ -25,6 +33,7 @@ _MODULES = {
     "RequestOutput": "engine.outputs",
     "SamplingParams": "engine.sampling_params",
     "StructuredOutput": "engine.sampling_params",
+    "StructuredOutputsParams": "engine.sampling_params",
 }
 
 if not TYPE_CHECKING:  # a type checker would take every name for one of ours

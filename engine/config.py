@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from engine.device.topology import format_cpus, parse_cpus
 from engine.errors import ConfigError
 from engine.sampling_params import ALL_LOGPROBS, MAX_LOGPROBS
+from engine.short_numbers import context_length, short_number
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 QUANTIZATIONS = ("fp8", "int8", "int4", "compressed-tensors", "gptq", "awq", "modelopt", "mxfp4")
@@ -42,6 +43,12 @@ LEAST = {
     "max_logprobs": ALL_LOGPROBS,
 }
 MOST = {"max_num_seqs": 1 << 16, "max_num_batched_tokens": 1 << 24, "block_size": 1 << 16}  # arrays are made for all
+# What reads numbers that people write as 32k.
+SHORT: Mapping[str, Callable[[Any], Any]] = {
+    "max_model_len": context_length,
+    "max_num_batched_tokens": short_number,
+    "kv_cache_memory_bytes": short_number,
+}
 # What fields of a type take, and how that is said.
 TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "bool": ((bool,), "True or False"),
@@ -139,6 +146,11 @@ class EngineConfig:
         for name, ours in VLLMS_VALUES.items():
             given = getattr(self, name)
             object.__setattr__(self, name, ours.get(given, given) if isinstance(given, str) else given)
+        for name, read in SHORT.items():
+            try:
+                object.__setattr__(self, name, read(getattr(self, name)))
+            except ValueError as error:
+                raise ConfigError(f"{name} {error}", name) from None
         for field in fields(self):
             _check_type(field.name, getattr(self, field.name), str(field.type))
         if self.cudagraph_capture_sizes is not None:
@@ -301,7 +313,8 @@ def _check_type(name: str, value: object, annotation: str) -> None:
     kinds, such_as = TYPES.get(declared, ((object,), ""))
     if (value is None and optional) or (isinstance(value, kinds) and (declared == "bool" or type(value) is not bool)):
         return
-    raise ConfigError(f"{name} must be {such_as}, not {value!r}", name)
+    works = " such as 32768 or 32k" if name in SHORT else ""
+    raise ConfigError(f"{name} must be {such_as}{works}, not {value!r}", name)
 
 
 def _as_json_object(name: str, value: object) -> str | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b
+from inspect import signature
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, get_args
@@ -20,42 +22,27 @@ from engine.core import EngineCore
 from engine.errors import ConfigError, EngineAsleepError, InvalidRequestError, PoisonedLogitsError
 from engine.grammar.compile_service import GrammarService
 from engine.loader.checkpoint import TEXT_FILES, find_checkpoint
-from engine.near_name import near_name
 from engine.offline_run import BatchRun, DeferredInterrupt
 from engine.outputs import EmbeddingOutput, RequestOutput, normalised
+from engine.own_arguments import own_arguments
 from engine.prompts import Message, Prompt, as_list, conversations, params_of, truncated
 from engine.report import EngineStats
 from engine.request import Pooling, Request
+from engine.sampling_defaults import AUTO, sampling_defaults
 from engine.sampling_params import SamplingParams
-from engine.text.tokenizer import Tokenizer, read_chat_template
-from engine.vllm_advice import OFFLINE
+from engine.text.tokenizer import Tokenizer, load_tokenizer, read_chat_template
+from engine.vllm_advice import CALLS, OFFLINE
 from engine.worker.executor_start import ModelInfo, build_executor
-
-
-def own_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that are `EngineConfig`'s, without those of vLLM's `LLM` that hold here anyway.
-
-    Raises `ConfigError` for another one, with what to do instead or the nearest that there is.
-    """
-    own: dict[str, Any] = {}
-    for name, value in settings.items():
-        advice = OFFLINE.get("--" + name.replace("_", "-"))
-        if name in config_fields():
-            own[name] = value
-        elif advice is None:
-            near = near_name(name, config_fields())
-            hint = f"did you mean {near}?" if near else "known: " + ", ".join(config_fields())
-            raise ConfigError(f"unknown setting {name}; {hint}", name)
-        elif value is not None and not advice.allows(value):
-            text = re.sub(r"--[a-z][a-z-]+", lambda found: _setting(found[0]), advice.text)
-            raise ConfigError(f"there is no setting {name}: {text}", name)
-    return own
 
 
 def _setting(flag: str) -> str:
     """Return a flag as `LLM` spells it, where it has that setting."""
     name = flag[2:].replace("-", "_")
     return name if name in config_fields() else flag
+
+
+def _refused(sentence: str, name: str) -> ConfigError:
+    return ConfigError(re.sub(r"--[a-z][a-z-]+", lambda found: _setting(found[0]), sentence), name)
 
 
 BAR_DELAY = 1.0  # seconds: shorter runs need no progress bar
@@ -80,7 +67,7 @@ class LLM:
         dtype: str = "auto",
         quantization: str | None = None,
         device: str | None = None,
-        max_model_len: int | None = None,
+        max_model_len: int | str | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int | None = None,
         block_size: int = 16,
@@ -89,6 +76,8 @@ class LLM:
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
         enable_sleep_mode: bool = False,
+        generation_config: str = AUTO,
+        override_generation_config: Mapping[str, Any] | None = None,
         seed: int = 0,
         **more: Any,
     ) -> None:
@@ -96,12 +85,13 @@ class LLM:
 
         Arguments of vLLM's `LLM` that ask for what is so here anyway are taken, such as `pipeline_parallel_size=1`.
 
-        enable_sleep_mode: whether `sleep` may be called.
+        enable_sleep_mode: whether `sleep` may be called. generation_config, override_generation_config: where
+        `get_default_sampling_params` has them from: "auto", the model; "vllm", nowhere; or a folder.
 
         Raises `ConfigError` naming the setting, `CheckpointError` naming what is wrong with the model, and
         `EngineDeadError` when a rank did not come up.
         """
-        more = own_settings(more)
+        more = dict(own_arguments(more, config_fields(), OFFLINE, "setting", _refused))
         self._may_sleep = enable_sleep_mode
         config = EngineConfig(
             model=str(model),
@@ -109,7 +99,7 @@ class LLM:
             dtype=dtype,
             quantization=quantization,
             device=device,
-            max_model_len=max_model_len,
+            max_model_len=max_model_len,  # type: ignore[arg-type]  # read as 32k, too
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             block_size=block_size,
@@ -123,22 +113,41 @@ class LLM:
         # Before the tokenizer: of a model that is not there its error would name a missing tokenizer.
         folder = find_checkpoint(config.source, TEXT_FILES)
         self.tokenizer = Tokenizer(config.tokenizer or str(folder))
+        said = sampling_defaults(folder, generation_config, json.dumps(override_generation_config or {}))
+        self._defaults = SamplingParams().clone(**said)
         self._core, self.info = _engine(config)
         # A closure here would keep this LLM alive.
         vocabulary = partial(self.tokenizer.vocabulary, self.info.vocab_size)
         self._grammars = GrammarService(vocabulary, self.info.eos_token_ids)
         self._num_requests = 0
 
+    def get_tokenizer(self) -> Any:
+        """Return transformers' tokenizer of the model; what is set on it changes nothing here."""
+        return self._their_tokenizer
+
+    @cached_property
+    def _their_tokenizer(self) -> Any:
+        return load_tokenizer(self.tokenizer.name)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what a call without `sampling_params` has: what the model's generation_config.json says."""
+        return self._defaults
+
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        prompt_token_ids: Prompt | Sequence[Prompt] | None = None,
+        **vllms: Any,
     ) -> list[RequestOutput]:
         """Return one result per prompt, in order.
 
         prompts: texts or token ids, one or many; ids as a list, an array, or as `{"prompt_token_ids": ...}`.
-        sampling_params: one for all, or one per prompt.
+        sampling_params: one for all, or one per prompt; None = `get_default_sampling_params`.
+        prompt_token_ids: a former spelling, in the place of prompts. vllms: vLLM's other arguments, as
+        `lora_request=None`, which are refused by name unless they ask for nothing.
         use_tqdm: show progress and tokens/s on stderr when it takes longer than a second.
 
         The tokens of a request do not depend on the others. One without a seed gets its own from the LLM's seed and
@@ -148,36 +157,59 @@ class LLM:
         `sleep` and `wake_up`, `EngineDeadError` when a rank died. Ctrl-C takes effect after the current step and
         leaves the LLM usable; a second one closes it at once.
         """
-        return self._run(self._tokenized(as_list(prompts)), sampling_params, use_tqdm)
+        _check_call(self.generate, vllms)
+        asked = as_list(prompts if prompt_token_ids is None else prompt_token_ids)
+        return self._run(self._tokenized(asked), sampling_params, use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **vllms: Any,
     ) -> list[RequestOutput]:
         """Return the answer to one conversation, or to each of several; see `generate`.
 
         messages: dicts with `role` and `content`, filled into the model's own chat template; `chat_template_kwargs`
-        are extra variables of the template. chat_template: a file of Jinja, or the template itself, in its place.
+        are extra variables of the template, and `tools` those it shows. chat_template: a file of Jinja, or the
+        template itself, in its place. add_generation_prompt: begin an answer. continue_final_message: the output goes
+        on with the last message.
         Raises `InvalidRequestError` when there is no template, `ConfigError` for one that cannot be read.
         """
+        _check_call(self.chat, vllms)
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message=True goes with add_generation_prompt=False: give both",
+                "continue_final_message",
+            )
+        options = {**(chat_template_kwargs or {}), **({} if tools is None else {"tools": tools})}
         template = None if chat_template is None else read_chat_template(chat_template)
         prompts: list[tuple[str | None, list[int]]] = []
         for conversation in conversations(messages):
-            text = self.tokenizer.render_chat(conversation, options=chat_template_kwargs, template=template)
+            text = self.tokenizer.render_chat(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                options=options,
+                template=template,
+            )
             prompts.append((text, self.tokenizer.encode(text, add_special_tokens=False, param="messages")))
         return self._run(prompts, sampling_params, use_tqdm)
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "last", use_tqdm: bool = True
+        self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "last", use_tqdm: bool = True, **vllms: Any
     ) -> list[EmbeddingOutput]:
         """Return one vector of length 1 per prompt, in order: of the final hidden states, the last or their mean.
 
         Raises as `generate` does, and `PoisonedLogitsError` when the model gave NaN or infinity for a prompt.
         """
+        _check_call(self.embed, vllms)
         if pooling not in get_args(Pooling):
             raise InvalidRequestError(f"pooling must be 'last' or 'mean', not {pooling!r}", "pooling")
         asked = self._tokenized(as_list(prompts))
@@ -235,20 +267,21 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        params = [self.tokenizer.with_bad_words(one) for one in params_of(sampling_params, len(prompts))]
+        given = self._defaults if sampling_params is None else sampling_params
+        params = [self.tokenizer.with_bad_words(one) for one in params_of(given, len(prompts))]
         context = self.info.config.context_len
         prompts = [(text, truncated(ids, one, context)) for (text, ids), one in zip(prompts, params, strict=True)]
         requests = [self._request(ids, one) for (_, ids), one in zip(prompts, params, strict=True)]
         run = self._finish(requests, use_tqdm)
         return [
-            RequestOutput(text, ids, run.outputs(name), run.num_cached_tokens(name), run.prompt_logprobs(name))
+            RequestOutput(text, ids, run.outputs(name), run.num_cached_tokens(name), run.prompt_logprobs(name), name)
             for (text, ids), name in zip(prompts, [request.request_id for request in requests], strict=True)
         ]
 
     def _finish(self, requests: Sequence[Request], use_tqdm: bool) -> BatchRun:
         if self._core.is_sleeping:
             raise EngineAsleepError("the LLM sleeps; call wake_up() before anything is generated")
-        run = BatchRun(self._core, self.tokenizer, requests, self._grammars)
+        run = BatchRun(self._core, self.tokenizer, requests, self._grammars, self.info.eos_token_ids)
         with DeferredInterrupt() as interrupt, _progress(len(requests), use_tqdm) as bar:
             while run.unfinished:
                 self._step(run)
@@ -277,6 +310,12 @@ class LLM:
         self._num_requests += 1
         seed = _derived_seed(self.info.config.seed, number) if params.seed is None else params.seed
         return Request(f"offline-{number}", tuple(token_ids), params, seed=seed)
+
+
+def _check_call(method: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Raise `InvalidRequestError` naming an argument of `method` that it does not have."""
+    own = [name for name, one in signature(method).parameters.items() if one.kind is not one.VAR_KEYWORD]
+    own_arguments(given, own, CALLS, "argument")
 
 
 def _engine(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Collection
 from collections.abc import Sequence as Items
 from types import FrameType, TracebackType
 from typing import Self
@@ -58,12 +59,16 @@ class DeferredInterrupt:
 
 
 class ChoiceRun:
-    """Tokens of one choice. Its text is made once at the end, unless stop strings have to be watched for."""
+    """Tokens of one choice. Its text is made once at the end, unless stop strings have to be watched for.
 
-    def __init__(self, index: int, stream: TextStream, params: SamplingParams) -> None:
+    stop_reasons: ids that are told as what ended it.
+    """
+
+    def __init__(self, index: int, stream: TextStream, params: SamplingParams, stop_reasons: Collection[int]) -> None:
         self.reason: FinishReason | None = None
         self._index = index
         self._stream = stream
+        self._stop_reasons = stop_reasons
         self._watch = bool(params.stop)
         self._makes_text = params.detokenize
         self._tokens: list[int] = []
@@ -95,7 +100,10 @@ class ChoiceRun:
     def output(self) -> CompletionOutput:
         """Return the whole choice."""
         reason = self.reason or FinishReason.ERROR
-        return CompletionOutput(self._index, self._text, self._tokens, reason.value, self._logprobs)
+        ended_by: int | str | None = self._stream.stop_string or None
+        if ended_by is None and reason is FinishReason.STOP and self._tokens[-1] in self._stop_reasons:
+            ended_by = self._tokens[-1]
+        return CompletionOutput(self._index, self._text, self._tokens, reason.value, self._logprobs, ended_by)
 
 
 class BatchRun:
@@ -105,7 +113,12 @@ class BatchRun:
     """
 
     def __init__(
-        self, core: EngineCore, tokenizer: Tokenizer, requests: Items[Request], grammars: GrammarCompiler
+        self,
+        core: EngineCore,
+        tokenizer: Tokenizer,
+        requests: Items[Request],
+        grammars: GrammarCompiler,
+        eos_token_ids: Collection[int],
     ) -> None:
         """Add all requests, or none: raises `InvalidRequestError` naming the first that cannot run (`prompts[3]`)."""
         self.num_done = 0
@@ -119,7 +132,7 @@ class BatchRun:
         try:
             for number, request in enumerate(requests):
                 _add(core, request, number, grammars)
-                self._choices[request.request_id] = _choices(request, tokenizer)
+                self._choices[request.request_id] = _choices(request, tokenizer, eos_token_ids)
                 self._open[request.request_id] = request.params.n
                 if request.params.prompt_logprobs is not None:
                     self._prompt_logprobs[request.request_id] = [None]
@@ -187,9 +200,12 @@ class BatchRun:
         self.num_done += self._open[request_id] == 0
 
 
-def _choices(request: Request, tokenizer: Tokenizer) -> list[ChoiceRun]:
+def _choices(request: Request, tokenizer: Tokenizer, eos_token_ids: Collection[int]) -> list[ChoiceRun]:
+    told = set(request.params.stop_token_ids)
+    if not request.params.ignore_eos:  # as in vLLM the tokenizer's own is the end of the text, and no reason
+        told = (told | set(eos_token_ids)) - {tokenizer.eos_token_id}
     streams = tokenizer.text_streams(request.params, request.prompt_token_ids)
-    return [ChoiceRun(i, stream, request.params) for i, stream in enumerate(streams)]
+    return [ChoiceRun(i, stream, request.params, told) for i, stream in enumerate(streams)]
 
 
 def _add(core: EngineCore, request: Request, number: int, grammars: GrammarCompiler) -> None:

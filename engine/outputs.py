@@ -15,7 +15,8 @@ class CompletionOutput:
 
     token_ids: all tokens generated, the stop token or the token that completed a stop string included. text: what
     they say, without the stop unless the request wants it. finish_reason: "stop", "length", or "error" when the
-    engine failed on this request alone (its log says why). logprobs: one per token, None when not asked for.
+    engine failed on this request alone (its log says why). stop_reason: the stop string or the id that ended it, None
+    for the end of the text. logprobs: one per token, None when not asked for.
     """
 
     index: int
@@ -23,6 +24,7 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str
     logprobs: list[TokenLogprob] | None = None
+    stop_reason: int | str | None = None
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -37,7 +39,7 @@ class RequestOutput:
     """One prompt and its `n` choices, in order. prompt: the text, None when token ids were given.
 
     num_cached_tokens: prompt tokens that came from the prefix cache. prompt_logprobs: one per prompt token, None for
-    the first, which nothing comes before; None when not asked for.
+    the first, which nothing comes before; None when not asked for. finished: always, as results come when they are.
     """
 
     prompt: str | None
@@ -45,6 +47,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    request_id: str = ""
+    finished: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ Message = Mapping[str, Any]
 FORMS = "a string, token ids, or a mapping with prompt or prompt_token_ids"
 
 
-def as_list(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
+def as_list(prompts: Prompt | Sequence[Prompt] | None) -> list[str | list[int]]:
     """Return texts and lists of token ids, one for each prompt; one alone becomes a list of one.
 
     Raises `InvalidRequestError` for what is no prompt.
@@ -64,10 +64,8 @@ def conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> 
     return list(cast("Sequence[Sequence[Message]]", messages))
 
 
-def params_of(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+def params_of(given: SamplingParams | Sequence[SamplingParams], count: int) -> Sequence[SamplingParams]:
     """Return one for each of `count` prompts. Raises `InvalidRequestError` when there are more or fewer."""
-    if given is None:
-        given = SamplingParams()
     if isinstance(given, SamplingParams):
         return [given] * count
     if len(given) != count:

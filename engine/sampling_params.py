@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self, get_args
 
 from engine.errors import InvalidRequestError
+from engine.own_arguments import answers_vllms
 
 MAX_N = 128  # OpenAI's own limit; the wire numbers choices by it
 MAX_LOGPROBS = 20  # unless `EngineConfig.max_logprobs` allows more
@@ -60,6 +61,22 @@ class StructuredOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """vLLM's spelling of `StructuredOutput`, for `structured_outputs`: exactly one of these; there are no options."""
+
+    json: Any = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    structural_tag: str | None = None
+
+
+@answers_vllms
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Parameters of one request; validated on construction.
 
@@ -80,7 +97,7 @@ class SamplingParams:
     or an object with one of `STRUCTURED_KINDS`. output_kind: results of `LLM` come when they are whole. extra_args:
     nothing takes any. Numbers and lists may be numpy's.
 
-    Raises `InvalidRequestError` naming the field.
+    Raises `InvalidRequestError` naming the field, also one that is unknown.
     """
 
     n: int = 1
@@ -200,6 +217,10 @@ class SamplingParams:
                 "ignore_eos cannot be true beside structured output, which ends where it is complete", "ignore_eos"
             )
 
+    def clone(self, **changes: Any) -> Self:
+        """Return a copy with some fields changed."""
+        return replace(self, **changes)
+
     @property
     def whole_rows(self) -> bool:
         """Whether log-probabilities are wanted of more tokens than the best few of each step."""
@@ -230,8 +251,9 @@ def plain(value: Any) -> Any:
 
 
 def _structured(given: Any) -> StructuredOutput:
-    """Return what vLLM's `StructuredOutputsParams`, or a mapping like it, means."""
-    fields = given if isinstance(given, Mapping) else {name: getattr(given, name, None) for name in STRUCTURED_KINDS}
+    """Return what `StructuredOutputsParams`, vLLM's or ours, or a mapping like it, means."""
+    names = StructuredOutputsParams.__dataclass_fields__
+    fields = given if isinstance(given, Mapping) else {name: getattr(given, name, None) for name in names}
     said = {name: value for name, value in fields.items() if value is not None and value is not False}
     if len(said) != 1 or not said.keys() <= STRUCTURED_KINDS.keys():
         known, found = ", ".join(STRUCTURED_KINDS), ", ".join(said) or "none"

@@ -430,13 +430,47 @@ ADVICE: Mapping[str, Advice] = (
     | FRONTEND
     | EARLIER
 )
-# Where an `LLM` differs from a server.
+# Of an `LLM`, by name, and where it differs from a server.
 OFFLINE: Mapping[str, Advice] = {
-    **ADVICE,
-    "--distributed-executor-backend": Advice(
-        "Ranks are processes of this machine: leave it out", holds=("mp", "uni")
+    **{flag[2:].replace("-", "_"): advice for flag, advice in ADVICE.items()},
+    "distributed_executor_backend": Advice("Ranks are processes of this machine: leave it out", holds=("mp", "uni")),
+    "data_parallel_size": Advice("`squadron batch` spreads prompts over --replicas", holds=("1",)),
+}
+USE_STRUCTURED = "Use structured_outputs of SamplingParams, such as {'regex': '[ab]+'}"
+# Of its methods.
+CALLS: Mapping[str, Advice] = {
+    "lora_request": Advice(NO_ADAPTERS),
+    "prompt_adapter_request": Advice(NO_ADAPTERS),
+    "guided_options_request": Advice(USE_STRUCTURED),
+    "priority": Advice("Prompts of a call run together, the first ones first: order them"),
+    "tokenization_kwargs": Advice(
+        "Give token ids, or cut prompts with truncate_prompt_tokens of SamplingParams", holds=("{}",)
     ),
-    "--data-parallel-size": Advice("`squadron batch` spreads prompts over --replicas", holds=("1",)),
+    "mm_processor_kwargs": Advice(TEXT_ONLY, holds=("{}",)),
+    "chat_template_content_format": FRONTEND["--chat-template-content-format"],
+    "pooling_params": Advice("Use pooling='last' or 'mean'"),
+}
+CHOOSE = "Use n, and choose among the choices by their cumulative_logprob (logprobs=0)"
+NO_BEAMS = "There is no beam search: leave it out"
+# Of its `SamplingParams`, with those of earlier releases.
+FIELDS: Mapping[str, Advice] = {
+    "best_of": Advice(CHOOSE, holds=("1",)),
+    "use_beam_search": Advice(CHOOSE, off=True),
+    "length_penalty": Advice(NO_BEAMS, holds=("1", "1.0")),
+    "early_stopping": Advice(NO_BEAMS, off=True),
+    "guided_decoding": Advice(USE_STRUCTURED),
+    "logits_processors": Advice("Use logit_bias, bad_words, allowed_token_ids or structured_outputs", holds=("[]",)),
+    "spaces_between_special_tokens": Advice("Texts are as the tokenizer writes them", on=True),
+    "flat_logprobs": Advice("logprobs are a list of one TokenLogprob a token: leave it out", off=True),
+    "prompt_logprob_token_ids": Advice("Use prompt_logprobs"),
+    "prompt_logprob_start": Advice("Use prompt_logprobs: it tells all of the prompt", holds=("0",)),
+    "skip_reading_prefix_cache": Advice("Use enable_prefix_caching=False of LLM", off=True),
+    "stream_interval": Advice("Results come when they are whole: leave it out", holds=("1",)),
+    "skip_clone": Advice("Nothing is copied: leave it out", on=True, off=True),
+    "thinking_token_budget": Advice("Use a server, whose requests have it, or max_tokens", holds=("-1",)),
+    "repetition_detection": Advice("Use repetition_penalty or frequency_penalty"),
+    "routed_experts_prompt_start": Advice("Answers do not tell which experts ran: leave it out", holds=("0",)),
+    "trace_decode_token_ids": Advice("Tokens cannot be given for a request to draw: leave it out"),
 }
 # Short spellings of those.
 SHORT = {

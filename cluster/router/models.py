@@ -14,12 +14,12 @@ from cluster.openai.served_model import ServedModel, matryoshka_of
 from cluster.openai.validation import unknown_model
 from cluster.router.replica_set import ReplicaView
 from cluster.router.why import Ask, Explanation, ReportedEvent, nothing_known
-from cluster.sampling_defaults import sampling_defaults
 from cluster.telemetry.metrics import ModelMetrics
 from cluster.wire.parts import Waited
 from engine.errors import ConfigError, InvalidRequestError
 from engine.kv.cache_size import fit_given_blocks
 from engine.loader.checkpoint import TEXT_FILES, open_model, read_config
+from engine.sampling_defaults import sampling_defaults
 from engine.text.tokenizer import Tokenizer, read_chat_template
 
 
@@ -122,5 +122,5 @@ def served_model(config: ClusterConfig) -> ServedModel:
         by_priority=engine.scheduling_policy == "priority",
         strict_fields=config.strict_fields,
         max_logprobs=config.max_logprobs,
-        sampling_defaults=sampling_defaults(folder.path, config),
+        sampling_defaults=sampling_defaults(folder.path, config.generation_config, config.override_generation_config),
     )

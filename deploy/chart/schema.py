@@ -25,7 +25,7 @@ MODEL_HELP = "A folder in the pods, a hub id, or 'demo'."
 LISTS = ("served_model_name", "cudagraph_capture_sizes", "allowed_hosts", "allowed_origins")
 # Texts of JSON that a map may say, too.
 OBJECTS = ("hf_overrides", "override_generation_config")
-# Numbers as people write them: `cluster.config_values.short_number`.
+# Numbers as people write them: `engine.short_numbers.short_number`.
 SHORT = r"[0-9]+(\.[0-9]+)?[kmgt]|[0-9]+[KMGT]"
 # What configs refuse when they are made, which their annotations do not say.
 BOUNDS: Mapping[str, Mapping[str, Any]] = {

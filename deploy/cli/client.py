@@ -35,15 +35,19 @@ class NoAnswerError(SquadronError):
     """A server cannot be asked; the sentence says why and what to do."""
 
 
+class KeyRefusedError(NoAnswerError):
+    """A server answers, and not with this key."""
+
+
 def ask(client: httpx.Client, path: str) -> httpx.Response:
-    """Return the answer to a GET. Raises `NoAnswerError` where nobody answers, or the key is refused."""
+    """Return the answer to a GET. Raises `NoAnswerError` where nobody answers, `KeyRefusedError` with no good key."""
     try:
         answer = client.get(path)
     except httpx.HTTPError as error:
         hint = "start one with `squadron serve demo`, or give its --url"
         raise NoAnswerError(f"no server answers there ({error or type(error).__name__}); {hint}") from error
     if answer.status_code == httpx.codes.UNAUTHORIZED:
-        raise NoAnswerError(REFUSED_KEY)
+        raise KeyRefusedError(REFUSED_KEY)
     return answer
 
 

@@ -11,11 +11,11 @@ from typing import TypeVar
 from cluster.app_config import AppConfig, placed_error
 from cluster.config import ClusterConfig
 from cluster.model_names import known_models, resolve_model
-from cluster.sampling_defaults import sampling_defaults
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.loader.checkpoint import CONFIG_FILES, check_weight_files, find_checkpoint, open_model
 from engine.models.config import ModelConfig
+from engine.sampling_defaults import sampling_defaults
 from parallel.errors import ShardingError
 
 T = TypeVar("T")
@@ -54,7 +54,9 @@ def check_texts(config: ClusterConfig) -> ModelConfig:
     """Return a model's config, with what is said of sampling checked. Raises `CheckpointError` and `ConfigError`."""
     source = resolve_model(config.source)
     model = read_model_config(source, config.model_impl, config.hf_overrides)
-    sampling_defaults(find_checkpoint(source, CONFIG_FILES), config)
+    sampling_defaults(
+        find_checkpoint(source, CONFIG_FILES), config.generation_config, config.override_generation_config
+    )
     return model
 
 

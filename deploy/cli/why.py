@@ -11,10 +11,10 @@ import httpx
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from deploy.cli.client import NO_SERVER, NoAnswerError, ask, client_for, json_object, server_url
+from deploy.cli.client import NO_SERVER, KeyRefusedError, NoAnswerError, ask, client_for, json_object, server_url
 from deploy.cli.look import BAD, GOOD, console_for_reports, head, notice, pairs, plain_word, show, table_of
 
-FOUND, NOTHING, UNREACHABLE = 0, 1, 2  # exit codes
+FOUND, NOTHING, UNREACHABLE, KEY_REFUSED = 0, 1, 2, 3  # exit codes
 WORDS = {
     "turn": "waits for its tenant's turn",
     "let_in": "it is its turn",
@@ -33,11 +33,16 @@ WORDS = {
 }
 
 
-HEADS = {FOUND: ("FOUND", GOOD), NOTHING: ("UNKNOWN", BAD), UNREACHABLE: ("UNREACHABLE", BAD)}
+HEADS = {
+    FOUND: ("FOUND", GOOD),
+    NOTHING: ("UNKNOWN", BAD),
+    UNREACHABLE: ("UNREACHABLE", BAD),
+    KEY_REFUSED: ("KEY REFUSED", BAD),
+}
 
 
 def show_why(address: str, api_key: str | None, request_id: str, as_json: bool) -> int:
-    """Print what the request waited for and return the exit code: `FOUND`, `NOTHING` or `UNREACHABLE`."""
+    """Print what the request waited for and return the exit code: `FOUND` or what came instead."""
     with client_for(server_url(address), api_key) as client:
         code, body = _asked(client, request_id)
     where = server_url(address)
@@ -57,7 +62,7 @@ def _asked(client: httpx.Client, request_id: str) -> tuple[int, dict[str, Any]]:
         answer = ask(client, f"/why/{quote(request_id, safe='')}")
         body = json_object(answer)
     except NoAnswerError as error:
-        return UNREACHABLE, {"notice": str(error)}
+        return KEY_REFUSED if isinstance(error, KeyRefusedError) else UNREACHABLE, {"notice": str(error)}
     except ValueError:
         body = None
     if body is not None and answer.status_code == httpx.codes.OK:

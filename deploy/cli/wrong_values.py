@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from pydantic import ValidationError
 
-from cluster.config_values import short_number
+from engine.short_numbers import short_number
 
 # By how pydantic's type of the error begins: what is wanted, and one that most flags take.
 KINDS = {"int": ("whole number", "8"), "float": ("number", "0.5")}

@@ -76,7 +76,8 @@ class LocalRay(RayCluster):
                 self._start(logical, verbose, taken)
             except Exception as again:
                 raise RayStartError(f"Ray did not start: {_first_line(again)} ({_logs()})") from again
-        self.about = f"on this machine, {logical} logical CPUs"
+        shared = f", of which Ray makes {logical} CPUs, as many as the processes ask for" if logical > cores() else ""
+        self.about = f"on this machine of {count(cores(), 'core')}{shared}"
 
     def _start(self, logical: int, verbose: bool, taken: Collection[int]) -> None:
         late = f"Ray did not start within {START_SECONDS:g} s; start again with less other work here ({_logs()})"

@@ -12,7 +12,7 @@ from rich.live import Live
 
 from deploy.cli.client import NoAnswerError, ask, client_for, server_url
 from deploy.cli.look import console_for_reports, show
-from deploy.status import Condition, fetch_with_metrics
+from deploy.status import fetch_with_metrics
 from deploy.top.picture import Picture, make_picture
 from deploy.top.scrape import Scrape, Window, read_scrape
 from deploy.top.view import lines, screen
@@ -36,7 +36,7 @@ class Watch:
         report, text = fetch_with_metrics(self._client)
         if text:
             self._note(self._scrapes(text, report.routers or 1))
-        elif report.condition is Condition.UNREACHABLE:
+        elif not report.condition.told:
             self._last.clear()
             self._windows.clear()
         return make_picture(report, tuple(self._windows.values()))
@@ -105,7 +105,7 @@ class Top:
     def run(self, once: bool) -> int:
         """Show pictures and return the exit code. Rates need two polls, so `once` takes as long as the interval."""
         picture = self._watch.poll()
-        if picture.report.condition is Condition.UNREACHABLE:
+        if not picture.report.condition.told:
             self._show(picture)
             return _exit_code(picture)
         if once:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.cli.look import head, notice, pairs, plain_word, share_bar, table_of
-from deploy.status import HEADS, STYLES, Condition, StatusReport, detail
+from deploy.status import HEADS, STYLES, StatusReport, detail
 from deploy.top.picture import ModelPicture, Percentiles, Picture, ReplicaPicture, TenantPicture
 
 TENANTS = 10  # that are shown, those with most devices
@@ -50,7 +50,7 @@ def _head(picture: Picture) -> Text:
     report = picture.report
     word, style = HEADS[report.condition]
     said = [report.address]
-    if report.condition is not Condition.UNREACHABLE:
+    if report.condition.told:
         routers = report.routers or picture.heard
         missed = f" ({picture.heard} heard)" if picture.heard < routers and picture.seconds else ""
         said.append(f"{routers} router{'' if routers == 1 else 's'}{missed}")

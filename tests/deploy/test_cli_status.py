@@ -91,13 +91,14 @@ def answers(status: int, body: object) -> object:
         (503, READY | {"ready": False}, Condition.NOT_READY, "the last update"),
         (503, "Path '/ready' not found", Condition.NOT_READY, "no router of the app"),
         (200, {"object": "list"}, Condition.UNREACHABLE, "no squadron server"),
-        (401, {"error": {}}, Condition.UNREACHABLE, "refuses the API key"),
+        (401, {"error": {}}, Condition.KEY_REFUSED, "give --api-key or SQUADRON_API_KEY"),
     ],
 )
 def test_a_servers_answer_is_ready_not_ready_or_no_answer_of_ours(status, body, condition, words) -> None:
     report = answers(status, body)
     assert report.condition is condition
     assert words in report.notice
+    assert lines(report)[0].split()[0] == condition.name.lower().replace("_", "-")
 
 
 def test_nobody_there_is_exit_code_2_and_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -405,8 +405,10 @@ def test_nobody_there_is_exit_code_2_at_once_and_says_what_to_do(capsys: pytest.
 def test_a_wrong_key_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     refusing = httpx.MockTransport(lambda _: httpx.Response(401, json={"error": {}}))
     with httpx.Client(base_url=ADDRESS, transport=refusing) as client:
-        assert Top(Watch(client, 2.0), Console(), 2.0, False).run(once=False) == 2
-    assert "refuses the API key" in capsys.readouterr().out
+        assert Top(Watch(client, 2.0), Console(), 2.0, False).run(once=False) == 3
+    out = capsys.readouterr().out
+    assert out.startswith("key-refused")
+    assert "refuses the API key" in out
 
 
 def test_it_needs_no_ray() -> None:

@@ -13,11 +13,11 @@ import msgspec
 
 from cluster.batch.rows import MAX_TOLD
 from cluster.config import ServedModelConfig
-from cluster.sampling_defaults import sampling_defaults
 from engine.errors import flag
 from engine.loader.checkpoint import TEXT_FILES, find_checkpoint
 from engine.loader.fingerprint import prompt_fingerprint
 from engine.report import TokenLogprob
+from engine.sampling_defaults import sampling_defaults
 from engine.text.tokenizer import read_chat_template
 
 OK = 200  # the status of a row that has an answer
@@ -168,7 +168,9 @@ def _shown(value: Any, text: str, begin: int) -> str:
 
 def _defaults(config: ServedModelConfig) -> dict[str, Any]:
     """Return what requests leave to the model, if it says anything."""
-    found = sampling_defaults(find_checkpoint(config.source, TEXT_FILES), config)
+    found = sampling_defaults(
+        find_checkpoint(config.source, TEXT_FILES), config.generation_config, config.override_generation_config
+    )
     return {"sampling_defaults": found} if found else {}
 
 

@@ -382,7 +382,7 @@ def test_the_serve_config_file_of_the_demo_is_one_that_serve_and_we_understand()
         ({"async_scheduling": 1}, "async_scheduling must be True or False, not 1"),
         ({"tensor_parallel_size": "2"}, "tensor_parallel_size must be a whole number, not '2'"),
         ({"max_num_seqs": 2.5}, "max_num_seqs must be a whole number, not 2.5"),
-        ({"max_model_len": True}, "max_model_len must be a whole number, not True"),
+        ({"max_model_len": True}, "max_model_len must be a whole number such as 32768 or 32k, not True"),
         ({"block_size": None}, "block_size must be a whole number, not None"),
         ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization must be a number, not '0.9'"),
     ],

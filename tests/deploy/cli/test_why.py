@@ -29,7 +29,7 @@ from cluster.router.why import PATIENCE, Inquiries, explanation
 from cluster.telemetry.metrics import Metrics
 from cluster.wire.parts import Waited
 from cluster.wire.replica_messages import Explained
-from deploy.cli.why import FOUND, NOTHING, UNREACHABLE, show_why
+from deploy.cli.why import FOUND, KEY_REFUSED, NOTHING, UNREACHABLE, show_why
 from deploy.demo import demo_model_path
 from tests.cluster.cluster_lab import Lab, long_request, until
 from tests.openai_app import client_for, front_for, served_model
@@ -262,7 +262,7 @@ def test_command_prints_json(monkeypatch, capsys):
     ("status", "body", "code", "said"),
     [
         (404, {"error": {"message": "nothing is known of 'x'"}}, NOTHING, "nothing is known"),
-        (401, {"error": {"message": "the key is wrong"}}, UNREACHABLE, "it refuses the API key: give --api-key"),
+        (401, {"error": {"message": "the key is wrong"}}, KEY_REFUSED, "it refuses the API key: give --api-key"),
         (502, ["?"], UNREACHABLE, "no squadron server"),
     ],
 )

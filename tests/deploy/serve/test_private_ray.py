@@ -106,6 +106,18 @@ def test_a_signal_ends_a_command_that_waits_for_ray(run, number):
         joining.close()
 
 
+@pytest.mark.parametrize(
+    ("cpus", "told"), [(1.0, "this machine of 2 cores"), (6.5, "2 cores, of which Ray makes 7 ")]
+)
+def test_a_ray_of_our_own_tells_the_machines_cores_from_what_it_hands_out(monkeypatch, cpus, told):
+    monkeypatch.setattr(ray_cluster, "cores", lambda: 2)
+    monkeypatch.setattr(LocalRay, "_start", lambda *given: None)
+    with Interrupts() as interrupts:
+        about = LocalRay(cpus, verbose=False, interrupts=interrupts).about
+    assert told in about
+    assert ("Ray" in about) == (cpus > 2)
+
+
 def test_a_process_that_ends_while_it_is_asked_about_does_not_hide_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

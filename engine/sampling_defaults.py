@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cluster.config import ServedModelConfig
 from engine.errors import CheckpointError, ConfigError, InvalidRequestError
 from engine.loader.checkpoint import read_json
 from engine.sampling_params import SamplingParams
@@ -27,14 +26,16 @@ FIELDS = (
 )
 
 
-def sampling_defaults(folder: Path, config: ServedModelConfig) -> dict[str, float]:
+def sampling_defaults(folder: Path, where: str = AUTO, override: str | None = None) -> dict[str, float]:
     """Return fields of `SamplingParams` and their values. folder: of the model.
+
+    where, override: `generation_config`, and `override_generation_config`, the text of a JSON object.
 
     Raises `CheckpointError` for a file that cannot be read, and `ConfigError` naming the setting for a value that no
     request may have either.
     """
-    said = _said(folder, config.generation_config)
-    overriding = json.loads(config.override_generation_config or "{}")
+    said = _said(folder, where)
+    overriding = json.loads(override or "{}")
     unknown = next((name for name in overriding if name not in FIELDS), None)
     if unknown is not None:
         name = "override_generation_config"
