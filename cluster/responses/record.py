@@ -85,6 +85,11 @@ class Record:
         """Which log this is: notes are counted within one. The highest counts."""
         return self.epoch, self.owner
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended with an error."""
+        return self.end is not None and bool(self.end.code)
+
     def add(self, note: bytes) -> None:
         """Keep one more note."""
         self.notes.append(note)

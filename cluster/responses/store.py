@@ -199,7 +199,7 @@ class ResponseStore:
             await view.changed()
         try:
             async with asyncio.timeout_at(one.record.deadline):
-                while view.begun and not one.known:
+                while view.begun and not (one.known or one.record.has_failed):
                     one.known = await self._copies.settle(one.record)
                     await asyncio.sleep(0.0 if one.known else SETTLES)
         except TimeoutError:

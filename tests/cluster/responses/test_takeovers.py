@@ -12,6 +12,7 @@ from msgspec import structs
 
 from cluster.admission.keys import OPEN, FixedKeys, KeyEntry, KeyRing, Quota, Tenant, hash_key
 from cluster.admission.tenants import Tenancy
+from cluster.errors import ApiError
 from cluster.replica import answer_keeper
 from cluster.responses import shelf
 from cluster.responses.copies import NoCopies
@@ -201,3 +202,17 @@ async def test_what_another_router_goes_on_with_is_charged_there(model, epoch, c
     assert counts.prompt_tokens > 0
     (used,) = tenancy.quotas.used().values()
     assert sum(used.values()) == counts.prompt_tokens + charged
+
+
+class Nowhere(NoCopies):
+    """There is no replica that would take a copy."""
+
+    async def settle(self, record: Record) -> bool:
+        return False
+
+
+async def test_the_id_of_an_answer_that_failed_is_given_though_nobody_has_a_copy(model):
+    source = saying(model, "hello", hold=1, error=ApiError("replica_lost", "it is gone"))
+    async with asyncio.timeout(10), client_for(app_for(source, model, copies=Nowhere())) as client:
+        answer = await client.post("/v1/responses", json=BODY)
+    assert answer.json()["status"] == "failed"
