@@ -128,8 +128,6 @@ class BatchCommandRun:
                 forget(kept)
 
     def _run(self, source: FileSource) -> None:
-        if source.needs_ray:
-            self._provider.connect()
         with self._phases.phase("Input") as notes:
             plan = self._read(source)
             notes.append(f"{plan.checked.rows:,} rows")

@@ -50,10 +50,6 @@ class ReplicaProvider(ABC):
     config: ClusterConfig
 
     @abstractmethod
-    def connect(self) -> None:
-        """Connect to Ray, if that is not done yet."""
-
-    @abstractmethod
     def replicas(self) -> AbstractContextManager[Replicas]:
         """Return what links a dispatcher to the replicas, for as long as it is entered."""
 
@@ -76,18 +72,12 @@ class OwnReplicas(ReplicaProvider):
         self._phases = phases
         self._cluster: RayCluster | None = None
 
-    def connect(self) -> None:
-        """Start Ray here, or join the cluster."""
-        if self._cluster is not None:
-            return
-        with self._phases.phase("Ray") as notes:
-            self._cluster = self._connected()
-            notes.append(self._cluster.about)
-
     @contextmanager
     def replicas(self) -> Iterator[Replicas]:
         """See `ReplicaProvider.replicas`."""
-        self.connect()
+        with self._phases.phase("Ray") as notes:
+            self._cluster = self._connected()
+            notes.append(self._cluster.about)
         placement = model_resources(self.config, uses_gpu(self.config))
         check_capacity(AppResources((placement,), 0), ray.available_resources(), ray.cluster_resources())
         self._interrupts.ready()
@@ -124,9 +114,6 @@ class AppReplicas(ReplicaProvider):
             raise
         self.config = self._model.config
         interrupts.ready()
-
-    def connect(self) -> None:
-        """It is done: the app returned its settings."""
 
     @contextmanager
     def replicas(self) -> Iterator[Replicas]:

@@ -18,15 +18,8 @@ def plan(
     model: Annotated[str, typer.Argument(help="A folder, a hub id, or 'demo'; only its config is read.")],
     gpu: Annotated[
         str,
-        typer.Option(help="Kind of GPU, such as H200, or auto for the cheapest; an unknown name lists all kinds."),
+        typer.Option(help="Kind of GPU, such as H200, or auto for the least memory. An unknown name lists all."),
     ],
-    gpu_prices: Annotated[
-        str | None,
-        typer.Option(
-            help="What a GPU costs an hour, such as H100=2.5,L4=0.7, in any currency; --gpu auto compares these.",
-            show_default="none: --gpu auto compares GPU memory",
-        ),
-    ] = None,
     gpus_per_node: Annotated[
         int | None,
         typer.Option(
@@ -86,4 +79,4 @@ def plan(
     from deploy.capacity.plan import Shown, show_plan
 
     wanted = Wanted(input_len, output_len, rps, ttft, tpot, roofline_share, headroom, spare_replicas)
-    show_plan({"model": model, **chosen}, gpu, wanted, Shown(as_json, gpu_prices, gpus_per_node, simulate))
+    show_plan({"model": model, **chosen}, gpu, wanted, Shown(as_json, gpus_per_node, simulate))

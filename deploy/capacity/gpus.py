@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deploy.capacity.links import (
     BRIDGE_OF_A100,
@@ -83,6 +83,10 @@ class Gpu:
     def bytes_per_second(self) -> float:
         """Bandwidth of the memory."""
         return self.bandwidth * 1e9
+
+    def on_nodes(self, gpus: int | None) -> Gpu:
+        """Return this GPU in nodes of so many; None = as many as the vendor's own boards have."""
+        return self if gpus is None else replace(self, link=self.link.within_nodes(gpus))
 
     def flops(self, dtype: str) -> float:
         """Return operations a second in a dtype of the engine, or "fp8".

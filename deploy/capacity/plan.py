@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from cluster.config import parse_config
 from cluster.model_names import resolve_model
-from deploy.capacity.choice import AUTO, NO_PRICES, RANKS, Prices, choose, cost_of
+from deploy.capacity.choice import AUTO, RANKS, choose
 from deploy.capacity.fit import Asked, GpuFit, fit, nearest, roomier
-from deploy.capacity.gpus import gpu_named
+from deploy.capacity.gpus import GPUS, gpu_named
 from deploy.capacity.load import ExpectedLoad, ServiceEstimate, Wanted, serve_load
 from deploy.capacity.rehearsal import rehearse
 from deploy.capacity.report import CapacityPlan
@@ -24,13 +24,12 @@ from parallel.errors import ShardingError
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """How a plan is shown. gpu_prices: as `Prices.parse` takes them. simulate: whether its peak is run, too.
+    """How a plan is shown. simulate: whether its peak is run, too.
 
     gpus_per_node: None = as many as the vendor's own boards have.
     """
 
     as_json: bool = False
-    gpu_prices: str | None = None
     gpus_per_node: int | None = None
     simulate: bool = False
 
@@ -42,47 +41,38 @@ def show_plan(settings: dict[str, object], gpu: str, wanted: Wanted, shown: Show
     """
     # What the engine would log of a context that it lowers is said in the plan.
     logging.getLogger("engine.kv.cache_size").setLevel(logging.ERROR)
-    config, prices = parse_config(settings).engine, Prices.parse(shown.gpu_prices, shown.gpus_per_node)
+    config = parse_config(settings).engine
     if gpu.lower() == AUTO:
         ranks = (config.tensor_parallel_size,) if "tensor_parallel_size" in settings else RANKS
-        plan = plan_cheapest(config, wanted, prices, ranks)
+        plan = plan_smallest(config, wanted, shown.gpus_per_node, ranks)
     else:
-        plan = plan_capacity(config, gpu, wanted, prices)
+        plan = plan_capacity(config, gpu, wanted, shown.gpus_per_node)
     if shown.simulate:
         plan = replace(plan, rehearsal=rehearse(plan.fit, plan.load, plan.service.peak))
     print(json.dumps(plan.public()) if shown.as_json else "\n".join(plan.lines()))
 
 
-def plan_cheapest(
-    config: EngineConfig, wanted: Wanted, prices: Prices, ranks: Collection[int] = RANKS
+def plan_smallest(
+    config: EngineConfig, wanted: Wanted, gpus_per_node: int | None = None, ranks: Collection[int] = RANKS
 ) -> CapacityPlan:
-    """Return the plan of a model on the GPUs that bear a load at the least cost. ranks: of a group, that are tried.
+    """Return the plan on the GPUs that bear a load with the least memory. ranks: of a group, that are tried.
 
     Raises `ConfigError` where none bears it, and `CheckpointError`.
     """
     model = read_model_config(resolve_model(config.source), config.model_impl, config.hf_overrides)
-    candidates = choose(config, model, wanted, prices, ranks)
+    candidates = choose(config, model, wanted, [gpu.on_nodes(gpus_per_node) for gpu in GPUS.values()], ranks)
     best = candidates[0]
     sized = replace(config, tensor_parallel_size=best.ranks)
     plan = _with_room(make_plan(best.fit, best.load, best.service), Asked(sized, model, best.fit.gpu))
-    return replace(
-        plan,
-        candidates=tuple(candidates),
-        measure=prices.measure(best.load),
-        cost=best.cost if prices.hourly else None,
-    )
+    return replace(plan, candidates=tuple(candidates))
 
 
-def plan_capacity(config: EngineConfig, gpu: str, wanted: Wanted, prices: Prices = NO_PRICES) -> CapacityPlan:
+def plan_capacity(config: EngineConfig, gpu: str, wanted: Wanted, gpus_per_node: int | None = None) -> CapacityPlan:
     """Return the plan of a model on GPUs of a kind under a load, from the model's config alone.
 
     Raises `ConfigError` with the nearest that does where it does not fit, and `CheckpointError`.
     """
-    kind = prices.on_nodes(gpu_named(gpu))
-    if prices.hourly and kind.name not in prices.hourly:
-        raise ConfigError(
-            f"gpu_prices: there is none of {kind.name}; add {kind.name}=..., or leave the flag out", "gpu_prices"
-        )
+    kind = gpu_named(gpu).on_nodes(gpus_per_node)
     model = read_model_config(resolve_model(config.source), config.model_impl, config.hf_overrides)
     loaded = Asked(config, model, kind, lambda found: serve_load(found, wanted.within(found.config.context_len)))
     try:
@@ -97,10 +87,7 @@ def plan_capacity(config: EngineConfig, gpu: str, wanted: Wanted, prices: Prices
     except ConfigError as error:
         found = nearest(loaded)
         raise ConfigError(f"{error}. {_any(found)}" if found else str(error), error.flag) from error
-    plan = _with_room(make_plan(held, load, service), loaded)
-    if not prices.hourly:
-        return plan
-    return replace(plan, cost=cost_of(held, load, service, prices), measure=prices.measure(load))
+    return _with_room(make_plan(held, load, service), loaded)
 
 
 def _with_room(plan: CapacityPlan, asked: Asked) -> CapacityPlan:

@@ -23,10 +23,9 @@ SHOWN = 5  # kinds of GPU in a comparison
 class CapacityPlan:
     """A model on GPUs, the times of its steps, and a load on it.
 
-    prefill: the steps of a prompt of the load's length. decode: one step by the number of sequences. cost: of the
-    whole, in `measure`; None where nobody gave prices. candidates: kinds of GPU that were compared, cheapest first.
-    room: changes that make room for a second sequence, where there is room for one alone. rehearsal: the peak of one
-    replica in virtual time, where it was asked for.
+    prefill: the steps of a prompt of the load's length. decode: one step by the number of sequences. candidates:
+    kinds of GPU that were compared, the least memory first. room: changes that make room for a second sequence, where
+    there is room for one alone. rehearsal: the peak of one replica in virtual time, where it was asked for.
     """
 
     fit: GpuFit
@@ -34,8 +33,6 @@ class CapacityPlan:
     prefill: tuple[StepTime, ...]
     decode: dict[int, StepTime]
     service: ServiceEstimate
-    cost: float | None = None
-    measure: str = ""
     candidates: tuple[Candidate, ...] = ()
     room: tuple[str, ...] = ()
     rehearsal: Rehearsal | None = None
@@ -77,7 +74,6 @@ class CapacityPlan:
             },
             "load": asdict(self.load),
             "service": asdict(self.service) | {"used": self.service.used},
-            "cost": None if self.cost is None else {"value": self.cost, "measure": self.measure},
             "candidates": [_candidate(each) for each in self.candidates],
             "rehearsal": None if self.rehearsal is None else asdict(self.rehearsal),
             "notes": notes(self),
@@ -112,8 +108,9 @@ class CapacityPlan:
             for each in self.candidates[:SHOWN]
         ]
         more = len(self.candidates) - SHOWN
-        rest = [f"  {more} more kinds bear it and cost more"] if more > 0 else []
-        return [f"GPUs that bear the load, by {self.measure}", *_columns(rows), *rest]
+        rest = [f"  {more} more kinds bear it with more memory"] if more > 0 else []
+        share = "" if self.load.rps else " for 1,000 output tokens/s"
+        return [f"GPUs that bear the load, by GB of GPU memory{share}", *_columns(rows), *rest]
 
     def _times(self) -> list[str]:
         shares, steps = self.load.shares, len(self.prefill)
@@ -162,8 +159,6 @@ class CapacityPlan:
                     f"{gpus} x {self.fit.gpu.name}{self._spare()}",
                 )
             )
-        if self.cost is not None:
-            rows.append((self.measure, f"{self.cost:,.2f}", ""))
         return [f"Requests of {load.input_len:,} + {load.output_len:,} tokens{under}", *_columns(rows)]
 
     def _rehearsed(self) -> list[str]:

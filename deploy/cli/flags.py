@@ -110,7 +110,6 @@ QUOTED = r"(?<!\w)(['\"])(?:\\.|(?!\1).)*\1(?!\w)"  # of a message; the first gr
 # Flags of `squadron plan` that are no settings, and the settings that change what a model needs of a GPU.
 OF_A_PLAN = (
     "gpu",
-    "gpu_prices",
     "gpus_per_node",
     "rps",
     "ttft",

@@ -9,7 +9,6 @@ import sys
 
 import pytest
 
-from deploy.capacity.choice import Prices
 from deploy.capacity.fit import CONTEXT_BYTES, NCCL_BYTES, Asked, _weights, fit
 from deploy.capacity.gpus import GPUS, gpu_named
 from deploy.capacity.load import Wanted
@@ -197,13 +196,10 @@ def test_ranks_on_several_hosts_are_counted_over_a_network_and_that_is_told(fold
 
 def test_nodes_of_four_gpus_join_eight_ranks_by_a_network(folder):
     config = EngineConfig(folder(LLAMA_70B), tensor_parallel_size=8)
-    eight, four = (plan_capacity(config, "H100", Wanted(), Prices(per_node=count)) for count in (None, 4))
+    eight, four = (plan_capacity(config, "H100", Wanted(), count) for count in (None, 4))
     assert (eight.public()["link"], four.public()["link"]) == ("NVLink 4", "InfiniBand NDR")
     assert "several nodes" in four.public()["notes"][0]
     assert four.decode[1].seconds > eight.decode[1].seconds
-    with pytest.raises(ConfigError, match="gpus_per_node must be at least 1") as refused:
-        Prices(per_node=0)
-    assert refused.value.flag == "gpus_per_node"
 
 
 def test_float32_names_bfloat16(folder):
@@ -369,17 +365,16 @@ def test_the_command_prints_lines_or_json(folder, squadron):
 
 def test_the_command_chooses_gpus_and_runs_the_peak(folder, squadron):
     model = folder(LLAMA_8B)
-    prices = ("--gpu-prices", "H100=2.5,L4=0.7")
     load = ("--rps", "2", "--input-len", "64", "--output-len", "8", "--max-model-len", "4096")
-    code, shown, told = squadron(model, "--gpu", "auto", *prices, *load, "--simulate", "-tp", "1")
+    code, shown, told = squadron(model, "--gpu", "auto", *load, "--simulate", "-tp", "1")
     assert code == 0, told
     first = shown.splitlines()
-    assert first[0] == "GPUs that bear the load, by price an hour"
-    assert "1 x L4" in first[1]
+    assert first[0] == "GPUs that bear the load, by GB of GPU memory"
+    assert "1 x RTX-3090" in first[1]
     assert "in virtual time: 300 requests" in shown
     plain = squadron(model, "--gpu", "L4", *load, "--spare-replicas", "0", "--headroom", "0", "--json")
     found = json.loads(plain[1])
-    assert (found["service"]["replicas"], found["rehearsal"], found["cost"]) == (1, None, None)
+    assert (found["service"]["replicas"], found["rehearsal"]) == (1, None)
     code, shown, told = squadron(model, "--gpu", "L4", "--ttft", "500ms")
     assert (code, shown) == (2, "")
     assert "--ttft" in told

@@ -79,8 +79,8 @@ def named_file(path: str, name: str, endings: Sequence[str]) -> InputFile:
     compression = pure.suffix.lower() if pure.suffix.lower() in COMPRESSIONS else ""
     suffix = (pure.with_suffix("") if compression else pure).suffix.lower()
     if f"{suffix}{compression}" not in endings:
-        told = f"{suffix}{compression}" or "a name without suffix"
-        raise InputError(f"{name} cannot be read by {told!r}; these can: {', '.join(endings)}")
+        known = ", ".join(endings)
+        raise InputError(f"{name} cannot be read: its name must end in {known}; convert it to one of these")
     return InputFile(path, name, suffix, compression)
 
 

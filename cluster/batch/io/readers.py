@@ -1,17 +1,14 @@
-"""Rows of files in each format: lines of JSON, text or CSV; Parquet and Avro; ORC and TFRecord by Ray Data."""
+"""Rows of files in each format: lines of JSON, text or CSV; Parquet."""
 
 from __future__ import annotations
 
 import csv
-import os
-import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from io import BufferedIOBase
 from typing import Any
 
 import msgspec
-import ray
 
 from cluster.batch.errors import InputError
 from cluster.batch.io.paths import InputFile
@@ -22,12 +19,6 @@ _object = msgspec.json.Decoder(dict[str, Any]).decode
 COLUMN = "text"
 MAX_NAMES = 100  # of columns that a message names
 _encode = msgspec.json.Encoder().encode
-RAY_READERS: Mapping[str, str] = {
-    ".orc": "read_orc",
-    ".tfrecord": "read_tfrecords",
-    ".tfrecords": "read_tfrecords",
-}
-NODE_LABEL = "ray.io/node-id"
 BATCH_ROWS = 256
 BATCH_BYTES = 64 << 20  # of values, in as many rows as are decoded at once
 
@@ -186,33 +177,19 @@ class _TextLines:
 
 
 def read_parquet_rows(file: InputFile, first: int, limit: int) -> Iterator[SourceRow]:
-    """Yield the rows of a Parquet file; a row group at a time is in memory, as it lies in the file.
+    """Yield the rows of a Parquet file, numbered from `first`; a row group at a time is in memory, as in the file.
 
-    A value that the file holds once for many rows is there once in memory too, besides in the row that is read.
+    A value that the file holds once for many rows is there once in memory too, besides in the row that is read. Bytes
+    that are UTF-8 become text. limit: bytes that a row may have as JSON.
     """
-    return _rows(file, _parquet(file), first, limit)
-
-
-def read_avro_rows(file: InputFile, first: int, limit: int) -> Iterator[SourceRow]:
-    """Yield the records of an Avro file."""
-    return _rows(file, _avro(file), first, limit)
-
-
-def read_ray_rows(file: InputFile, first: int, limit: int) -> Iterator[SourceRow]:
-    """Yield the rows of a file of `RAY_READERS`."""
-    return _rows(file, read_by_ray(file), first, limit)
-
-
-def _rows(file: InputFile, records: Iterable[Mapping[str, Any]], first: int, limit: int) -> Iterator[SourceRow]:
-    """Number records from `first`. limit: bytes that one may have as JSON. Bytes that are UTF-8 become text."""
-    for number, record in enumerate(records, start=first):
+    for number, record in enumerate(_parquet(file), start=first):
         fields = {name: _text(value) for name, value in record.items()}
         yield _row(f"{file.name} row {number - first + 1}", fields, number, limit)
 
 
 def _row(place: str, fields: Mapping[str, Any], number: int, limit: int) -> SourceRow:
     try:
-        raw = msgspec.json.encode(fields, enc_hook=_plain)
+        raw = msgspec.json.encode(fields, enc_hook=str)
     except (TypeError, ValueError, RecursionError) as error:
         return SourceRow(number, place, None, repr(fields).encode(), f"the row holds what is no JSON: {error}")
     if len(raw) > limit:
@@ -232,7 +209,7 @@ def _parquet(file: InputFile) -> Iterator[dict[str, Any]]:
                     for row in range(batch.num_rows):
                         yield {name: column[row].as_py() for name, column in columns}
         except ValueError as error:  # ArrowInvalid is one
-            raise _damaged(file, error) from error
+            raise InputError(f"{file.name} is damaged, or not what its name says: {error}") from error
 
 
 def _texts(schema: Any) -> list[str]:
@@ -248,64 +225,6 @@ def _rows_at_once(known: Any) -> int:
     return max(1, min(BATCH_ROWS, int(BATCH_BYTES / max(1.0, longest))))
 
 
-def _avro(file: InputFile) -> Iterator[dict[str, Any]]:
-    library = extra_library("fastavro", file.name)
-    with open_bytes(file) as data:
-        try:
-            for record in library.reader(data):
-                # A union or array at the top has no columns.
-                yield record if isinstance(record, dict) else {"value": record}
-        except (ValueError, LookupError, TypeError, struct.error) as error:
-            raise _damaged(file, error) from error
-
-
-def read_by_ray(file: InputFile) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file. Raises `InputError` when it, a library or a Ray that it needs is not there."""
-    if not ray.is_initialized():
-        raise InputError(
-            f"{file.name} is read by Ray Data, and no Ray is connected: connect to one first, or write it as Parquet"
-        )
-    data = extra_library("ray.data", file.name)
-    errors = (ray.exceptions.RayError, ImportError, OSError, ValueError)
-    try:
-        batches = iter(_dataset(data, file).iter_batches(batch_size=BATCH_ROWS, batch_format="pyarrow"))
-    except errors as error:
-        raise _unreadable(file, error) from error
-    while (batch := _next(file, batches, errors)) is not None:
-        yield from batch.to_pylist()
-
-
-def _next(file: InputFile, batches: Iterator[Any], errors: tuple[type[Exception], ...]) -> Any:
-    try:
-        return next(batches, None)
-    except errors as error:
-        raise _unreadable(file, error) from error
-
-
-def _dataset(data: Any, file: InputFile) -> Any:
-    read = getattr(data, RAY_READERS[file.suffix])
-    # Tasks elsewhere do not see this machine's files. No CPU is asked for: the model's replicas may hold them all.
-    here = None if file.is_url else {NODE_LABEL: ray.get_runtime_context().get_node_id()}
-    path = file.path if file.is_url else os.path.abspath(file.path)
-    dataset = read(path, file_extensions=None, concurrency=1, num_cpus=0, label_selector=here)
-    dataset.context.execution_options.preserve_order = True
-    dataset.context.enable_progress_bars = False
-    dataset.context.print_on_execution_start = False
-    return dataset
-
-
-def _unreadable(file: InputFile, error: Exception) -> InputError:
-    # Errors of a task hold its stack; the last line says what went wrong.
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    if isinstance(error, ImportError):
-        return InputError(f"{file.name} needs a library that is not here ({lines[-1]}); install it")
-    return InputError(f"{file.name} cannot be read: {lines[-1]}")
-
-
-def _damaged(file: InputFile, error: Exception) -> InputError:
-    return InputError(f"{file.name} is damaged, or not what its name says: {error}")
-
-
 def _text(value: Any) -> Any:
     if isinstance(value, bytes):
         try:
@@ -313,8 +232,3 @@ def _text(value: Any) -> Any:
         except UnicodeDecodeError:
             return value
     return value
-
-
-def _plain(value: Any) -> Any:
-    """Return a value that JSON has no word for, such as a numpy array, as one that it has."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -12,12 +12,9 @@ from typing import BinaryIO
 from cluster.batch.errors import InputError
 from cluster.batch.io.paths import COMPRESSIONS, InputFile, find_files, identity, named_file
 from cluster.batch.io.readers import (
-    RAY_READERS,
-    read_avro_rows,
     read_csv_rows,
     read_json_rows,
     read_parquet_rows,
-    read_ray_rows,
     read_text_rows,
 )
 from cluster.batch.io.reading import MAX_LINE_BYTES, version_of
@@ -34,14 +31,9 @@ LINE_READERS: Mapping[str, Reader] = {
     ".csv": read_csv_rows,
     ".txt": read_text_rows,
 }
-COLUMN_READERS: Mapping[str, Reader] = {
-    ".parquet": read_parquet_rows,
-    ".avro": read_avro_rows,
-    **dict.fromkeys(RAY_READERS, read_ray_rows),
-}
-READERS: Mapping[str, Reader] = {**LINE_READERS, **COLUMN_READERS}
+READERS: Mapping[str, Reader] = {**LINE_READERS, ".parquet": read_parquet_rows}
 # What names may end in.
-ENDINGS = (*(f"{suffix}{packed}" for suffix in LINE_READERS for packed in ("", *COMPRESSIONS)), *COLUMN_READERS)
+ENDINGS = (*(f"{suffix}{packed}" for suffix in LINE_READERS for packed in ("", *COMPRESSIONS)), ".parquet")
 STANDARD_INPUT = "-"
 MAX_NAMED = 3  # files that a message names
 
@@ -63,11 +55,6 @@ class FileSource:
         names = [file.name for file in self.files[:MAX_NAMED]]
         more = len(self.files) - len(names)
         return ", ".join(names) + (f" and {more} more" if more else "")
-
-    @property
-    def needs_ray(self) -> bool:
-        """Whether Ray Data reads some of the files, so that Ray is to be connected before."""
-        return any(file.suffix in RAY_READERS for file in self.files)
 
     def rows(self) -> Iterator[SourceRow]:
         """Yield all rows, numbered through all files."""
