@@ -32,6 +32,7 @@ MOST_AT_ONCE = 1 << 20  # bytes of notes in one message
 OF_NOTE = 64  # bytes that one takes beside its content
 TURN = 0.25  # seconds between two looks at who waits, and what is to be offered or dropped
 OFFER_AFTER = 4  # turns for a lost router to come back before its answers are offered to others
+NO_OFFER = 1 << 30  # turns: longer than a replica drains
 OFFER_AGAIN = 12  # turns for a router to claim one before it is offered to the next
 CLAIM = 120  # turns for a router to begin with one that it has claimed
 logger = logging.getLogger(__name__)
@@ -115,11 +116,11 @@ class AnswerKeeper:
         for said in self._deletions.told(asyncio.get_running_loop().time()):
             session.send(said)
 
-    def left(self, session: RouterSession) -> None:
-        """Take note that a link is over."""
+    def left(self, session: RouterSession, drained: bool) -> None:
+        """Take note that a link is over. drained: its router ended it as this replica is to go, and lives."""
         for copy in self._copies.values():
             if copy.session is session:
-                copy.session, copy.turns, copy.offers = None, OFFER_AFTER, 0
+                copy.session, copy.turns, copy.offers = None, NO_OFFER if drained else OFFER_AFTER, 0
             elif copy.claim is session:
                 copy.release()
         for name, waiting in list(self._waiting.items()):

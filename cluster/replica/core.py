@@ -23,7 +23,7 @@ from cluster.telemetry.logs import BestEffort
 from cluster.telemetry.step_metrics import ReplicaTelemetry, StepMetrics
 from cluster.wire.answer_messages import Deleted, Disclaim, Fetch, Forget, Keep
 from cluster.wire.codec import DamagedSubmitError, Up
-from cluster.wire.link import CLOSED, DAMAGED, ENGINE_DEAD, LinkClosedError, RouterLink
+from cluster.wire.link import CLOSED, DAMAGED, DRAINED, ENGINE_DEAD, LinkClosedError, RouterLink
 from cluster.wire.parts import MAX_NAME, Load, ReplicaCosts
 from cluster.wire.replica_messages import Begun, Explained, FinishRow, Rejected
 from cluster.wire.router_messages import Abort, Explain, FinishChoice, Ping, Resync, Submit
@@ -172,14 +172,16 @@ class ReplicaCore:
             return
         session = self._sessions.begin(link)
         self._answers.joined(session)
+        drained = False
         try:
             while True:
                 await self._take(session)
         except LinkClosedError as error:
+            drained = error.code == DRAINED
             logger.info("replica %s: router %s left: %s", self.facts.replica_id, link.router_id, error)
         finally:
             self._sessions.end(session, CLOSED, "the link is not served any more")
-            self._answers.left(session)
+            self._answers.left(session, drained)
 
     def on_report(self, report: StepReport) -> None:
         """Send each router its share of one engine step."""

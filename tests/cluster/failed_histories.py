@@ -556,4 +556,16 @@ FAILED: dict[str, History] = {
             Stop(at=1.0033, process="router-0", seconds=6.0),
         ),
     ),
+    "a replica that drained offered the answers of a router which had left it for that, and another made them": History(
+        seed=446567713529,
+        routers=2,
+        replicas=1,
+        ingress=True,
+        seats=3,
+        events=(
+            Arrive(at=0.1, seed=991893750, prompt=3900, tokens=1),
+            Arrive(at=0.9883, seed=804950949, prompt=2, tokens=1, router=2, kept=True),
+            Drain(at=1.0201, process="replica-0", back=0.5),
+        ),
+    ),
 }

@@ -64,7 +64,7 @@ class Lab:
 
     def leave(self, router: Router) -> None:
         self.linked.remove(router)
-        self.keeper.left(router)  # type: ignore[arg-type]
+        self.keeper.left(router, drained=False)  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
