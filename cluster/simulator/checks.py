@@ -255,7 +255,8 @@ def _untimely(world: Scene, answer: Answer, end: str) -> str:
     timeout, took = answer.asked.timeout, answer.ended - answer.began
     if timeout is None or world.fleet.slept:
         return ""
-    if answer.asked.kept and (end == WHOLE or was_out(world, answer)):  # who asks for it may not be told at once
+    slow = any(isinstance(event, Slow) for event in world.history.events)
+    if answer.asked.kept and (end == WHOLE or slow or was_out(world, answer)):  # who asks may not be told at once
         return ""
     leapt = any(isinstance(event, Leap) for event in world.history.events)
     others = [one for one in world.answers if one.began <= answer.began and answer.began <= (one.ended or EVER)]

@@ -556,7 +556,7 @@ FAILED: dict[str, History] = {
             Stop(at=1.0033, process="router-0", seconds=6.0),
         ),
     ),
-    "a replica that drained offered the answers of a router which had left it for that, and another made them": History(
+    "a replica that drained offered the answers of a router which had left it for that: two made them": History(
         seed=446567713529,
         routers=2,
         replicas=1,
