@@ -256,7 +256,7 @@ def _untimely(world: Scene, answer: Answer, end: str) -> str:
     if timeout is None or world.fleet.slept:
         return ""
     slow = any(isinstance(event, Slow) for event in world.history.events)
-    if answer.asked.kept and (end == WHOLE or slow or was_out(world, answer)):  # who asks may not be told at once
+    if answer.asked.kept and (end in (WHOLE, DELETED) or slow or was_out(world, answer)):  # who asks is told later
         return ""
     leapt = any(isinstance(event, Leap) for event in world.history.events)
     others = [one for one in world.answers if one.began <= answer.began and answer.began <= (one.ended or EVER)]
