@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.report import TokenLogprob
 
@@ -39,7 +39,8 @@ class RequestOutput:
     """One prompt and its `n` choices, in order. prompt: the text, None when token ids were given.
 
     num_cached_tokens: prompt tokens that came from the prefix cache. prompt_logprobs: one per prompt token, None for
-    the first, which nothing comes before; None when not asked for. finished: always, as results come when they are.
+    the first, which nothing comes before; None when not asked for. request_id: no part of what is compared. finished:
+    always, as results come when they are.
     """
 
     prompt: str | None
@@ -47,7 +48,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    request_id: str = ""
+    request_id: str = field(default="", compare=False)
     finished: bool = True
 
 
