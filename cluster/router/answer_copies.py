@@ -237,7 +237,7 @@ class AnswerCopies:
 
     def _on_linked(self, replica: ReplicaHandle) -> None:
         """Tell a replica that may have been cut off what was deleted or taken over meanwhile."""
-        self._may_be_blank()
+        self._may_be_blank()  # it takes note of who is there
         for said in self._deletions.told(asyncio.get_running_loop().time()):
             self._send(replica, said)
         for name, copied in list(self._records.items()):

@@ -283,7 +283,7 @@ def _can_end_as(world: Scene, answer: Answer, code: str) -> bool:
     fleet = world.fleet
     if code in UNAVAILABLE and (fleet.slept or was_out(world, answer) or _waited_by_a_leapt_clock(world, answer)):
         return True
-    if code == "no_replica" and answer.asked.kept and world.history.scaling is not None:
+    if code == "no_replica" and answer.asked.kept and world.history.scales_to_zero:
         return True  # where there is no replica a router knows its own answers alone, and asks for none
     explained = {
         ASLEEP: fleet.slept,

@@ -203,6 +203,11 @@ class History:
         """Those who ask."""
         return [event for event in self.events if isinstance(event, Arrive)]
 
+    @property
+    def scales_to_zero(self) -> bool:
+        """Whether there may be no replica, without a fault."""
+        return self.scaling is not None and self.scaling[0] == 0
+
     def without(self, events: set[int]) -> History:
         """Return the history without the events at these places."""
         return replace(self, events=tuple(one for i, one in enumerate(self.events) if i not in events))

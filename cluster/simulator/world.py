@@ -89,7 +89,7 @@ class World(Scene):
         """Note what was deleted and is there again once all ways are open."""
         if any(answer.deleted for answer in self.answers):
             await asyncio.sleep(max(0.0, self.fleet.network.open_from - self.loop.now) + checks.RECOVERY)
-        if self.fleet.autoscaler is not None:
+        if self.history.scales_to_zero:
             return  # where there is no replica, routers hear of it from the next one
         for answer in self.answers:
             if answer.deleted and await self.holder.spawn(KeptClient(self, answer).is_there(self.front)):

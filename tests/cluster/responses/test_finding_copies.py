@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.answer_log import AnswerLog, Kept
+from cluster.errors import ApiError
 from cluster.responses.copies import NoCopies
 from cluster.responses.following import Following
 from cluster.responses.record import End, Head, Record, pack_head
@@ -136,10 +137,12 @@ class Keepers:
         self.linked = [Named(number) for number in range(count)]
 
     def hold_copies(self, on_message: Any, on_linked: Any) -> None:
-        self.tell = on_message
+        self.tell, self.link = on_message, on_linked
 
     def send(self, replica: Any, said: Up) -> None:
         replica.told.append(said)
+        if isinstance(said, Fetch):
+            self.tell(replica, Fetched(said.ticket))
 
 
 class Named:
@@ -169,3 +172,18 @@ async def test_a_home_without_room_is_replaced_and_the_copies_of_a_dropped_answe
     assert [one.told[-1] for one in (home, third)] == [Forget(HEAD.name, HEAD.tenant, 0)] * 2
     assert len(full.told) == 1
     copies.close()
+
+
+@pytest.mark.parametrize("ago", [1.0, 2 * answer_copies.CALM])
+async def test_an_unknown_response_is_not_there_once_it_is_long_that_replicas_have_gone(ago):
+    keepers: Any = Keepers(3)
+    copies = AnswerCopies([keepers], 60.0)
+    keepers.link(keepers.linked[0])
+    for gone in keepers.linked[:2]:
+        gone.gone_at = asyncio.get_running_loop().time() - ago
+    del keepers.linked[:2]
+    if ago < answer_copies.CALM:
+        with pytest.raises(ApiError, match="ask again"):
+            await copies.fetch(HEAD.name, HEAD.tenant)
+    else:
+        assert await copies.fetch(HEAD.name, HEAD.tenant) is None

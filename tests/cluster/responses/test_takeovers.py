@@ -14,7 +14,7 @@ from cluster.admission.keys import OPEN, FixedKeys, KeyEntry, KeyRing, Quota, Te
 from cluster.admission.tenants import Tenancy
 from cluster.errors import ApiError
 from cluster.replica import answer_keeper
-from cluster.responses import shelf
+from cluster.responses import making, shelf
 from cluster.responses.copies import NoCopies
 from cluster.responses.record import Head, Record
 from cluster.router.answer_copies import AnswerCopies
@@ -216,3 +216,10 @@ async def test_the_id_of_an_answer_that_failed_is_given_though_nobody_has_a_copy
     async with asyncio.timeout(10), client_for(app_for(source, model, copies=Nowhere())) as client:
         answer = await client.post("/v1/responses", json=BODY)
     assert answer.json()["status"] == "failed"
+
+
+async def test_an_id_is_waited_for_no_longer_than_it_may_take_until_somebody_has_a_copy(model, monkeypatch):
+    monkeypatch.setattr(making, "GRACE", 0.05)
+    async with asyncio.timeout(10), client_for(app_for(saying(model, "hello"), model, copies=Nowhere())) as client:
+        answer = await client.post("/v1/responses", json=BODY)
+    assert answer.json()["status"] == "completed"
