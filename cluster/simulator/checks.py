@@ -9,11 +9,11 @@ from itertools import chain
 
 from cluster.admission.keys import OPEN, Tenant
 from cluster.admission.quotas import MINUTE
-from cluster.router.answer_copies import NUM_COPIES
+from cluster.router.answer_copies import NUM_COPIES, PATIENCE
 from cluster.simulator.answers import DELETED, GONE, LEFT, WHOLE, Answer, Scene
 from cluster.simulator.clients import CUT, LOOK
 from cluster.simulator.fleet import ABSENT, EVER, SPEECH
-from cluster.simulator.history import FREE, LIMITED, Arrive, Leap, SetClock, Slow
+from cluster.simulator.history import FREE, LIMITED, Arrive, Leap, SetClock, Slow, Stop
 from cluster.simulator.lives import ReplicaLife, RouterLife
 from cluster.simulator.network import LATENCY
 from cluster.sleep_orders import ASLEEP
@@ -263,10 +263,16 @@ def _untimely(world: Scene, answer: Answer, end: str) -> str:
     in_line = not answer.tokens and len(others) > world.history.seats
     if end == DEADLINE_EXCEEDED and took < 0.9 * timeout - LATENCY and not (leapt or in_line):
         return f"its deadline of {timeout} s ended it after {took:g} s"
-    late = AT_ONCE + (2 * LOOK if answer.asked.kept else 0.0)
+    late = AT_ONCE + (_late_news(world) if answer.asked.kept else 0.0)
     if took > timeout + late and not (leapt or world.fleet.router_losses or answer.asked.pace):
         return f"it took {took:g} s, and had {timeout} s"
     return ""
+
+
+def _late_news(world: Scene) -> float:
+    """Return the seconds in which who looks for a kept answer hears of its end; one who stands still is waited for."""
+    stood = any(isinstance(event, Stop) for event in world.history.events)
+    return 2 * LOOK + (PATIENCE if stood else 0.0)
 
 
 def _begins(tokens: dict[int, list[int]], whole: dict[int, list[int]]) -> bool:

@@ -143,7 +143,7 @@ async def test_so_many_run_at_a_time_as_routers_can_hold_and_those_who_leave_mak
         assert lab.dispatcher.num_live == 1
         runs[1].cancel()
         runs[0].cancel()
-        replica.executor.allow(2)
+        replica.executor.allow(100)  # some are of the first, until its replica hears that it was left
         assert (await runs[2]).logprobs
 
 
