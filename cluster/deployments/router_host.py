@@ -35,10 +35,11 @@ from cluster.ingress.let_go import LetGo
 from cluster.ingress.router_directory import RouterAnnouncement
 from cluster.ingress.router_link import ExchangeServer
 from cluster.ingress.router_side import IngressCheck, check_ingress
+from cluster.lifecycle.app_end import announced_end
 from cluster.lifecycle.app_status import AppPicture, AppWatch, app_state, probe_app
 from cluster.lifecycle.control_store import FAILURES
 from cluster.lifecycle.leases import listening_host
-from cluster.lifecycle.leaving import NodeEnd, stop_flag, until_others_serve
+from cluster.lifecycle.leaving import NodeEnd, stop_flag, until_others_serve, until_stopped
 from cluster.lifecycle.node_drains import drain, ends_soon, own_node
 from cluster.lifecycle.rollback import AppMemory, BuiltOf, DeployedApp, Rollback
 from cluster.lifecycle.shared_quotas import SharedQuotas
@@ -197,6 +198,7 @@ class RouterHost:
         self._ingress = ingress = IngressCheck(letting_go, config.router_wait)
         metrics.register(IngressCollector(lambda: ingress.unkept, metrics.label))
         self._leaving = asyncio.get_running_loop().create_task(self._leave(letting_go))
+        self._ending = asyncio.get_running_loop().create_task(self._end_in_time())
         settle_heap()
         app = StartupWait(self._ingress, self._serving, self._others.count)
         self._exchanges = ExchangeServer(app)
@@ -224,6 +226,14 @@ class RouterHost:
         await until_others_serve(self._others.serving, stop_flag())
         self._exchanges.leave()  # Serve's proxies hear of it from Serve
         letting_go.let_go()
+
+    async def _end_in_time(self) -> None:
+        """End what still runs with an error of its own, when it has had its time in an app that is deleted."""
+        await until_stopped(stop_flag())
+        seconds = await asyncio.to_thread(announced_end, self._others.app)
+        if seconds is not None:
+            await asyncio.sleep(seconds)
+            await asyncio.gather(*[live.dispatcher.close() for live in self._live])
 
     async def lease(self, gateway_id: str, node: str) -> AsyncIterator[RouterAnnouncement]:
         """Announce this router to a gateway; stays open until it lets go or one of the two is gone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
@@ -19,6 +20,8 @@ from cluster.app_config import AppConfig
 from cluster.config import ClusterConfig
 from cluster.config_values import GATEWAY
 from cluster.ingress.router_side import UNGUARDED
+from cluster.lifecycle.app_end import announce_end, forget_end
+from cluster.lifecycle.control_store import FAILURES
 from cluster.lifecycle.rollback import serve_details
 from cluster.resources import app_resources
 from deploy.cli.client import client_for, is_guarded
@@ -32,6 +35,7 @@ from deploy.serve.replica_log import ReplicaLog, listed_replicas
 APP = "squadron"
 LOOK_SECONDS = 0.5
 POLLS_PER_STATUS = 4
+TELL_SECONDS = 2.0  # in which Serve stops routers, and clients read the error that ends their streams
 
 
 class ServedApp:
@@ -90,6 +94,7 @@ class ServedApp:
         target = serve.RunTarget(built, name=APP, route_prefix="/")
         self.deployed = True
         try:
+            forget_end(APP)
             serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         except RayServeException as error:
             raise StartError(f"Serve refused the app: {str(error).splitlines()[0]}") from error
@@ -138,10 +143,13 @@ class ServedApp:
     def delete(self, grace: float, *, with_serve: bool) -> None:
         """Have the app deleted and wait for `grace` seconds at most until it is gone.
 
-        with_serve: whether Serve ends, too, where it was started here and runs nothing else.
+        Streams that take longer end with an error of their own. with_serve: whether Serve ends, too, where it was
+        started here and runs nothing else.
         """
+        with suppress(*FAILURES):  # of a Ray that is gone: nothing runs there
+            announce_end(APP, grace)
         serve.delete(APP, _blocking=False)
-        deadline = time.monotonic() + grace
+        deadline = time.monotonic() + grace + TELL_SECONDS
         while time.monotonic() < deadline and _is_there(APP):
             time.sleep(0.1)
         if with_serve and self._started_serve and not serve.status().applications:

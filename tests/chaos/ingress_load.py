@@ -26,9 +26,15 @@ ASKED = [("/v1/completions", COMPLETION | {"stream": True})] * 6
 ALL = RUNNING + UNARY + ASKED
 
 
-async def exchanges(port: int, strike: Callable[[], None], key: str | None = None) -> tuple[list[Exchange], float]:
+async def exchanges(
+    port: int, strike: Callable[[], None], key: str | None = None, tokens: int = TOKENS
+) -> tuple[list[Exchange], float]:
     """Run all requests, `strike()` in the middle of them; return what came of them and when it struck."""
+    of_size = {"max_tokens": tokens, "max_output_tokens": tokens}
     running = asyncio.Semaphore(0)
+
+    def sized(asked: dict) -> dict:
+        return asked | {name: size for name, size in of_size.items() if name in asked}
 
     async def begun(path: str, asked: dict) -> Exchange:
         events = 0
@@ -39,17 +45,17 @@ async def exchanges(port: int, strike: Callable[[], None], key: str | None = Non
             if events == 3:  # the head and a few frames
                 running.release()
 
-        got = await post(port, path, asked, on_data, key)
+        got = await post(port, path, sized(asked), on_data, key)
         if events < 3:  # ended before the fault: its outcome says how
             running.release()
         return got
 
     tasks = [asyncio.create_task(begun(path, asked)) for path, asked in RUNNING]
-    tasks += [asyncio.create_task(post(port, path, asked, key=key)) for path, asked in UNARY]
+    tasks += [asyncio.create_task(post(port, path, sized(asked), key=key)) for path, asked in UNARY]
     async with asyncio.timeout(30):
         for _ in RUNNING:
             await running.acquire()
-    tasks += [asyncio.create_task(post(port, path, asked, key=key)) for path, asked in ASKED]
+    tasks += [asyncio.create_task(post(port, path, sized(asked), key=key)) for path, asked in ASKED]
     await asyncio.sleep(0.02)  # those are on their way, somewhere
     strike()
     struck = time.monotonic()

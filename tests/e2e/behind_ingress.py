@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,14 +13,17 @@ from pathlib import Path
 import grpc
 import httpx
 import psutil
+import pytest
 
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
-from tests.e2e.command import Command, url_of
+from tests.chaos.ingress_load import ALL, exchanges, outcomes
+from tests.e2e.command import Command, url_of, wait_gone
 from tests.e2e.harness import answers
 
 KEY = "sk-ingress"
 BEARER = {"Authorization": f"Bearer {KEY}"}
+LONG = 1900  # tokens, of 32 requests at once
 ROUTER, GATEWAY = "ServeReplica:squadron:Router", "ServeReplica:squadron:Gateway"
 
 
@@ -64,9 +70,9 @@ def unfinished(command: Command) -> float:
     return sum(found)
 
 
-async def tokens_of_call(command: Command, seed: int) -> list[int]:
+async def tokens_of_call(command: Command, seed: int, most: int = 300) -> list[int]:
     """The tokens of a call of gRPC that takes a while."""
-    sampling = pb.Sampling(seed=seed, temperature=1.0, max_tokens=300, ignore_eos=True)
+    sampling = pb.Sampling(seed=seed, temperature=1.0, max_tokens=most, ignore_eos=True)
     asked = pb.GenerateRequest(model="demo", prompt="x", sampling=sampling, output=pb.OUTPUT_TOKENS)
     async with grpc.aio.insecure_channel(grpc_address(command)) as channel:
         call = InferenceStub(channel).Generate(asked, timeout=120, metadata=(("authorization", f"Bearer {KEY}"),))
@@ -75,3 +81,16 @@ async def tokens_of_call(command: Command, seed: int) -> list[int]:
 
 def grpc_address(command: Command) -> str:
     return re.search(r"^gRPC: (127\.0\.0\.1:\d+)", command.text, re.MULTILINE)[1]
+
+
+async def stop_under_load(command: Command) -> None:
+    """Press Ctrl-C while more runs than the grace is enough for: all ends with the error, and nothing is left."""
+    started = command.descendants()
+    call = asyncio.create_task(tokens_of_call(command, 0, LONG))
+    got, _ = await exchanges(port_of(command), lambda: os.killpg(command.process.pid, signal.SIGINT), KEY, LONG)
+    assert outcomes(got) == {"shutting_down": len(ALL)}
+    with pytest.raises(grpc.aio.AioRpcError, match="shutting down"):
+        await call
+    assert await asyncio.to_thread(command.wait) == 0
+    assert "Traceback" not in command.text
+    wait_gone(started)
