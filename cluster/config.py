@@ -16,6 +16,7 @@ from cluster.config_values import (
     GATEWAY,
     HAPROXY,
     INGRESSES,
+    LEAST_CONNECTIONS,
     LOG_FORMATS,
     MAX_CONNECTIONS,
     MAX_FILE_BYTES,
@@ -211,7 +212,7 @@ class ClusterConfig(ServedModelConfig):
     max_waiting_per_tenant: Count = 4096
     max_queue_wait: Seconds = 60.0
     max_body_bytes: Annotated[int, Field(ge=1024), Short] = 4 * 1024 * 1024
-    max_connections: Annotated[int, Field(ge=2)] = MAX_CONNECTIONS
+    max_connections: Annotated[int, Field(ge=LEAST_CONNECTIONS)] = MAX_CONNECTIONS
     strict_fields: bool = False
     link_host: str | None = None
     stall_timeout: Seconds = 3.0

@@ -52,6 +52,7 @@ def _names(value: Any) -> Any:
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 MAX_CONNECTIONS = 4096  # of HTTP, unless told
+LEAST_CONNECTIONS = 4  # half of them for one address: beside a stream there is room for one that is idle
 # Settings that are read so.
 SHORT_NUMBERS = (
     "max_model_len",

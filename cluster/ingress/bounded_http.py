@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import asyncio
 from heapq import nsmallest
+from http import HTTPStatus
 from typing import Any
 
+from msgspec import json
 from typing_extensions import override
 from uvicorn import config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cluster.config_values import MAX_CONNECTIONS
+from cluster.errors import ApiError
 
 HEADERS_TIMEOUT = 20.0  # seconds from the connection, or from a request's first byte, to the last of its headers
 MAX_HEADERS = 101
 MAX_HEAD_BYTES = 16 << 10  # of request line and headers
 CLOSED_AT_ONCE = 32  # idle connections, so that not each new one looks at all
 MAX_AHEAD = 16  # requests that a client may send before the answer to the one before them is out
-_REASONS = {408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
+_CODES = {408: "request_timeout", 431: "headers_too_large", 503: "overloaded"}
 
 
 def bound_http() -> None:
@@ -185,7 +188,11 @@ class BoundedHttp(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._idle:
-            head = f"HTTP/1.1 {status} {_REASONS[status]}\r\ncontent-type: text/plain; charset=utf-8\r\n"
-            head += f"content-length: {len(message) + 1}\r\nconnection: close\r\n\r\n"
-            self.transport.write(f"{head}{message}\n".encode())
+            error = ApiError(_CODES[status], message, status=status)
+            body = json.encode(error.body())
+            head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+            if error.retry_after is not None:
+                head += f"retry-after: {error.retry_after}\r\n"
+            head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            self.transport.write(head.encode() + body)
         self.transport.close()

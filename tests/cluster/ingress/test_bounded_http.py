@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 
 import pytest
 import uvicorn
 
+from cluster.config import parse_config
+from cluster.config_values import LEAST_CONNECTIONS
 from cluster.ingress import bounded_http
 from cluster.ingress.bounded_http import MAX_AHEAD, MAX_HEAD_BYTES, MAX_HEADERS, BoundedHttp
+from engine.errors import ConfigError
 
 SOON = 0.3  # seconds, in place of the product's 20
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
 CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"
+
+
+def error_in(answer: bytes) -> dict:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert f"content-length: {len(body)}\r\n" in head.decode() + "\r\n"
+    return json.loads(body)["error"]
 
 
 class Listening:
@@ -106,6 +116,7 @@ async def test_usual_requests_are_answered_on_one_connection(usual) -> None:
 async def test_who_does_not_finish_its_headers_is_told_and_closed(soon, said: bytes) -> None:
     answer = await soon.told(said)
     assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+    assert error_in(answer)["code"] == "request_timeout"
     assert b"headers" in answer
     assert soon.asked == []
 
@@ -221,6 +232,7 @@ async def test_too_much_of_headers_is_refused(usual, head: bytes) -> None:
     except ConnectionError:  # closed while more came: what was said is lost on the way
         answer = b""
     assert not answer or answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+    assert not answer or error_in(answer)["code"] == "headers_too_large"
     assert usual.asked == []
     assert (await usual.told(GET + b"Connection: close\r\n\r\n")).startswith(b"HTTP/1.1 200 OK\r\n")
 
@@ -272,10 +284,30 @@ async def test_an_idle_connection_makes_room_for_a_new_one_and_one_that_is_answe
             await asyncio.sleep(0.01)
         refused = await server.told(b"")
         assert refused.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
-        assert b"6 connections are held at most, 3 of one address" in refused
+        assert b"\r\nretry-after: 1\r\n" in refused
+        error = error_in(refused)
+        assert (error["code"], error["retryable"]) == ("overloaded", True)
+        assert "6 connections are held at most, 3 of one address" in error["message"]
         reader, writer = await opened("127.0.0.2")
         writer.write(GET + b"\r\n")
         assert (await reader.readuntil(b"hi")).startswith(b"HTTP/1.1 200 OK\r\n"), "a probe's address has room"
         server.release.set()
         for reader, _writer in (*busy, third):
             assert (await reader.readuntil(b"hi")).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+async def test_with_the_least_connections_a_stream_another_request_and_a_look_now_and_then_get_on() -> None:
+    """All of one address, as behind a proxy: who serves here looks at the server, too."""
+    async with listening(max_connections=LEAST_CONNECTIONS) as server, AsyncExitStack() as stack:
+        stream = asyncio.create_task(server.told(b"GET /slow HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"))
+        while not server.asked:
+            await asyncio.sleep(0.01)
+        for _ in range(3):
+            reader, writer = await server.open()
+            stack.callback(writer.close)
+            writer.write(GET + b"\r\n")
+            assert (await reader.readuntil(b"hi")).startswith(b"HTTP/1.1 200 OK\r\n")
+        server.release.set()
+        assert (await stream).startswith(b"HTTP/1.1 200 OK\r\n")
+    with pytest.raises(ConfigError, match=f"^max_connections: .*{LEAST_CONNECTIONS}, not {LEAST_CONNECTIONS - 1}$"):
+        parse_config({"model": "demo", "max_connections": LEAST_CONNECTIONS - 1})
