@@ -11,6 +11,7 @@ import json
 import math
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,9 +52,15 @@ class CommandWatch:
 
         starting: whether a signal ends it within `STOP_SECONDS`.
         """
-        order = json.dumps([seconds, late, starting]) + "\n"
+        self._tell([seconds, late, starting])
+
+    def removes(self, folder: str) -> None:
+        """Have a folder removed once the command and all that it started have ended, however that comes."""
+        self._tell(folder)
+
+    def _tell(self, order: list[object] | str) -> None:
         with suppress(BrokenPipeError, BlockingIOError):  # it was killed
-            os.write(self.descriptor, order.encode())
+            os.write(self.descriptor, f"{json.dumps(order)}\n".encode())
 
     def close(self) -> None:
         """Return when nothing is left of what was started."""
@@ -91,8 +98,11 @@ def end(mark: str, grace: float) -> None:
         time.sleep(0.05)
 
 
-def watch(mark: str, command: psutil.Process) -> None:
-    """Read what is expected of the command, and of signals to it, until it has ended or is ended here."""
+def watch(mark: str, command: psutil.Process, folders: list[str]) -> None:
+    """Read what is expected of the command, and of signals to it, until it has ended or is ended here.
+
+    folders: gets those that are to be removed then.
+    """
     due, late, stop, starting, text = math.inf, "", math.inf, True, b""
     while True:
         first = min(due, stop)
@@ -110,10 +120,17 @@ def watch(mark: str, command: psutil.Process) -> None:
             stop = min(stop, time.monotonic() + STOP_SECONDS)
         *lines, text = (text + data.translate(None, SIGNALS)).split(b"\n")
         for line in lines:
-            seconds, late, starting = json.loads(line)
+            order = json.loads(line)
+            if isinstance(order, str):
+                folders.append(order)
+                continue
+            seconds, late, starting = order
             due = math.inf if seconds is None else time.monotonic() + seconds
             stop = stop if starting else math.inf
 
 
 if __name__ == "__main__":
-    watch(sys.argv[1], psutil.Process(int(sys.argv[2])))
+    made: list[str] = []
+    watch(sys.argv[1], psutil.Process(int(sys.argv[2])), made)
+    for one in made:
+        shutil.rmtree(one, ignore_errors=True)

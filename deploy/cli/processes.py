@@ -15,7 +15,7 @@ from typing import NoReturn, Self
 
 import psutil
 
-from deploy.cli.command_watch import CommandWatch
+from deploy.cli.command_watch import MARK, CommandWatch, marked
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -71,6 +71,10 @@ class Interrupts:
             self._watch.expect(None)
             self.listen()
 
+    def removes(self, folder: str) -> None:
+        """See `CommandWatch.removes`."""
+        self._watch.removes(folder)
+
     def ready(self) -> None:
         """The start is over: from now on a signal asks for an end in good order, which may take its time."""
         self._watch.expect(None, starting=False)
@@ -110,8 +114,11 @@ def bounded(seconds: float, alive: Callable[[], bool] = lambda: True) -> Iterato
 
 
 def end_now(code: int) -> NoReturn:
-    """Kill every process that this one started, and end it with `code` without further ado."""
-    kill_all(descendants())
+    """Kill every process that this one started, and end it with `code` without further ado.
+
+    The one that watches over it has no mark: it removes folders then, and ends by itself.
+    """
+    kill_all(list(marked(os.environ.get(MARK, ""))))
     sys.stdout.flush()
     os._exit(code)
 

@@ -72,6 +72,7 @@ def serve(
     with Interrupts() as interrupts, ExitStack() as undo:
         if haproxy is not None:
             undo.callback(haproxy.remove)
+            interrupts.removes(str(haproxy.folder))
         # First of all, as what it imports takes seconds: meanwhile this process imports Ray and starts it.
         forks = fork_server() if own_ray else None
         if forks is not None:

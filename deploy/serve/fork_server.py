@@ -33,11 +33,13 @@ class ForkServer:
     """The process, and the folder of its socket. Made in the main thread: it ends with the thread that started it.
 
     It ends as well with the Ray node whose workers it forks. `close` can be called twice. pid: its process id.
+    folder: of its socket.
     """
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="squadron-")  # nobody else may enter it
-        self._address = str(Path(self._folder.name, SOCKET))
+        self.folder = self._folder.name
+        self._address = str(Path(self.folder, SOCKET))
         command = [sys.executable, "-m", "deploy.serve.forked_workers", self._address, str(os.getpid())]
         self._process = subprocess.Popen(
             command,

@@ -66,6 +66,8 @@ class LocalRay(RayCluster):
     ) -> None:
         self._interrupts = interrupts
         self._forks = forks
+        if forks is not None:
+            interrupts.removes(forks.folder)
         adopt_orphans()
         logical = max(cores(), math.ceil(cpus))
         try:

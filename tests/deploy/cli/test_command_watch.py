@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -92,6 +93,34 @@ def test_one_that_is_ready_may_take_its_time(parents: list[Parent]) -> None:
     parents.append(parent := Parent(stops))
     parent.process.send_signal(signal.SIGINT)
     assert parent.ended() == (0, "in order\n")
+
+
+STOPS = """interrupts.ready()
+    try: time.sleep(60)
+    except BaseException: print('stops', flush=True); time.sleep(60)"""
+
+
+@pytest.mark.parametrize(
+    ("signals", "code"),
+    [
+        ([signal.SIGINT, signal.SIGINT], 130),
+        ([signal.SIGTERM, signal.SIGTERM], 143),
+        ([signal.SIGINT, signal.SIGKILL], -signal.SIGKILL),
+    ],
+)
+def test_its_folders_are_removed_however_its_stop_ends(
+    parents: list[Parent], tmp_path: Path, signals: list[signal.Signals], code: int
+) -> None:
+    made = tmp_path / "made"
+    made.mkdir()
+    parents.append(parent := Parent(f"interrupts.removes({str(made)!r}); {STOPS}"))
+    first, second = signals
+    parent.process.send_signal(first)
+    assert parent.process.stdout.readline() == "stops\n"
+    assert made.exists()
+    parent.process.send_signal(second)
+    assert parent.ended() == (code, "")
+    assert not made.exists()
 
 
 def test_nothing_outlives_a_killed_command(parents: list[Parent]) -> None:
