@@ -232,6 +232,11 @@ class ClusterConfig(ServedModelConfig):
     record_incidents: str | None = None
 
     @property
+    def stream_grace(self) -> float:
+        """Seconds of `drain_timeout` that running streams get: what Serve itself does at the end counts as well."""
+        return min(max(1.0, self.drain_timeout - 5.0), self.drain_timeout / 2)
+
+    @property
     def keyed(self) -> bool:
         """Whether clients need a key."""
         return self.api_key is not None or self.api_key_file is not None

@@ -40,8 +40,7 @@ class GatewayHost:
         watch_raylet()
         self.config = resolve_config(settings)
         self._routers = routers
-        # What Serve itself does at the end counts as well.
-        self.grace = max(1.0, self.config.drain_timeout - 5.0)
+        self.grace = self.config.stream_grace
 
     def build(self) -> ASGIApp:
         """Return the application, and make the gRPC server where there is one; called on the loop that they run on.

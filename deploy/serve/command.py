@@ -74,7 +74,8 @@ def serve_app(app: AppConfig, options: Options, interrupts: Interrupts) -> None:
             if not server.ready:
                 server.say("Stopping before it was ready.")
                 raise
-            server.grace = CTRL_C_GRACE if stop.number == signal.SIGINT else app.shared.drain_timeout
+            most = CTRL_C_GRACE if stop.number == signal.SIGINT else math.inf
+            server.grace = min(most, app.shared.stream_grace)
             server.say(f"Stopping: running streams get {server.grace:g} s; Ctrl-C again does not wait.")
 
 

@@ -33,7 +33,7 @@ def served_behind(ingress: str, replicas: int, home: Path) -> Iterator[Command]:
     command = Command(
         *("serve", "demo", "--ingress", ingress, "--port", "0", "--grpc-port", "0", "--api-key", KEY),
         *("--replicas", str(replicas), "--routers", "2", "--cpus-per-worker", "0.5", "--device", "cpu"),
-        *("--drain-timeout", "20"),
+        *("--drain-timeout", "10"),
         home=home,
     )
     try:
@@ -83,11 +83,12 @@ def grpc_address(command: Command) -> str:
     return re.search(r"^gRPC: (127\.0\.0\.1:\d+)", command.text, re.MULTILINE)[1]
 
 
-async def stop_under_load(command: Command) -> None:
-    """Press Ctrl-C while more runs than the grace is enough for: all ends with the error, and nothing is left."""
+async def stop_under_load(command: Command, number: signal.Signals) -> None:
+    """Stop it while more runs than the grace is enough for: all ends with the error, and nothing is left."""
     started = command.descendants()
     call = asyncio.create_task(tokens_of_call(command, 0, LONG))
-    got, _ = await exchanges(port_of(command), lambda: os.killpg(command.process.pid, signal.SIGINT), KEY, LONG)
+    send = os.killpg if number == signal.SIGINT else os.kill
+    got, _ = await exchanges(port_of(command), lambda: send(command.process.pid, number), KEY, LONG)
     assert outcomes(got) == {"shutting_down": len(ALL)}
     with pytest.raises(grpc.aio.AioRpcError, match="shutting down"):
         await call

@@ -106,6 +106,6 @@ async def test_no_answer_is_silently_short_when_a_gateway_dies(served: Command) 
     whole_again(served)
 
 
-async def test_ctrl_c_tells_whom_it_cuts_and_leaves_nothing_behind(served: Command) -> None:
+async def test_sigterm_tells_whom_it_cuts_and_leaves_nothing_behind(served: Command) -> None:
     """The last test of this file: it ends what the others use."""
-    await stop_under_load(served)
+    await stop_under_load(served, signal.SIGTERM)
