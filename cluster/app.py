@@ -17,8 +17,8 @@ from ray.serve.schema import LoggingConfig
 
 from cluster.app_config import parse_app
 from cluster.config import NO_KEYS, ClusterConfig, scaling_settings
-from cluster.config_values import GATEWAY, HAPROXY, SERVE
-from cluster.deployments.gateway import Gateway, GatewayBehindProxy, GrpcGateway
+from cluster.config_values import SERVE
+from cluster.deployments.gateway import Gateway, GrpcGateway
 from cluster.deployments.replica import Replica
 from cluster.deployments.router import Router, RouterBehindGateway
 from cluster.lifecycle.leases import LeaseRequestRouter
@@ -33,7 +33,6 @@ from engine.loader.fingerprint import model_fingerprint
 
 ROUTER = "Router"
 GATEWAYS = "Gateway"
-GATEWAY_KINDS = {SERVE: GrpcGateway, HAPROXY: GatewayBehindProxy, GATEWAY: Gateway}  # by what takes HTTP
 BATCHES = "Batches"
 # Serve's own limits must never be what holds a request back: admission is the router's job.
 UNLIMITED_REQUESTS = 100_000
@@ -166,7 +165,7 @@ def _router(config: ClusterConfig, surge: int) -> serve.Deployment:
 
 
 def _gateway(config: ClusterConfig, surge: int) -> serve.Deployment:
-    kind = GATEWAY_KINDS[config.ingress]
+    kind = GrpcGateway if config.ingress == SERVE else Gateway
     return _front(config, surge)(kind, name=GATEWAYS, ray_actor_options={"num_cpus": GATEWAY_CPUS})
 
 

@@ -14,7 +14,6 @@ from cluster.config_values import (
     EXACT,
     FAILURE_ACTIONS,
     GATEWAY,
-    HAPROXY,
     INGRESSES,
     LEAST_CONNECTIONS,
     LOG_FORMATS,
@@ -153,9 +152,8 @@ class ClusterConfig(ServedModelConfig):
     """All settings of `squadron serve` for an app with one model; for several see `cluster.app_config`.
 
     routers: copies of the front end.
-    ingress: what stands before the routers: `serve`, the proxy of Ray Serve; `gateway`, as many gateways as there are
-        routers, which listen themselves; or `haproxy`, which Ray must be started with, with gateways behind it.
-        `auto` is `gateway` on a Ray that `squadron serve` starts, and `serve` elsewhere.
+    ingress: what stands before the routers: `serve`, the proxy of Ray Serve; or `gateway`, as many gateways as there
+        are routers, which listen themselves. `auto` is `gateway` on a Ray that `squadron serve` starts, else `serve`.
     host / port: where the ingress listens for HTTP. Loopback by default.
     grpc_port: where each router, or each gateway where there are any, listens for gRPC, on `host` of its own node,
         where they share it. None = not.
@@ -244,7 +242,7 @@ class ClusterConfig(ServedModelConfig):
     @property
     def gateways(self) -> int:
         """How many gateways there are before the routers: for clients' connections, or for those of gRPC alone."""
-        return self.routers if self.ingress in (GATEWAY, HAPROXY) or self.grpc_port is not None else 0
+        return self.routers if self.ingress == GATEWAY or self.grpc_port is not None else 0
 
 
 def parse_config(values: Mapping[str, Any]) -> ClusterConfig:

@@ -25,7 +25,7 @@ Seconds = Annotated[float, Field(gt=0)]
 Retention = Annotated[float, Field(ge=0, le=86_400)]  # seconds for which what is kept takes memory: a day at most
 DEFAULT_TTFT = 2.0  # seconds that autoscaling aims at where nothing else is said
 POOLINGS = ("last", "mean")  # `engine.request.Pooling`, whose module a command line need not wait for
-AUTO, SERVE, HAPROXY, GATEWAY = INGRESSES = ("auto", "serve", "haproxy", "gateway")
+AUTO, SERVE, GATEWAY = INGRESSES = ("auto", "serve", "gateway")
 MAX_FILE_BYTES = 200 * 1024 * 1024  # OpenAI's limit for the input of a batch
 FAILURE_ACTIONS = ("rollback", "pause")
 METRICS_COMPATS = ("vllm",)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
-from starlette.types import ASGIApp
 from typing_extensions import override
 
 from cluster.errors import ReplicaStartError
@@ -32,15 +31,6 @@ class GatewayCopy:
     def check_health(self) -> None:
         """Raise where calls are not taken (called by Serve)."""
         self._host.check_health()
-
-
-@serve.ingress()
-class GatewayBehindProxy(GatewayCopy):
-    """A gateway whose connections come through HAProxy."""
-
-    def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Return the application (called by Serve on this copy's event loop)."""
-        return self._host.build_beside_grpc()
 
 
 class GrpcGateway(GatewayCopy):

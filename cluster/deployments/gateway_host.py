@@ -68,15 +68,6 @@ class GatewayHost:
         if started is not None and started.done():
             started.result()
 
-    def build_beside_grpc(self) -> ASGIApp:
-        """Return the application, which starts and stops the gRPC server with itself where there is one."""
-        app, grpc = self.build(), self._grpc
-        if grpc is None:
-            return app
-        from cluster.grpc_api.server import BesideHttp
-
-        return BesideHttp(app, grpc, self.grace)
-
     def start_grpc(self) -> None:
         """Take calls, where that is wanted."""
         if self._grpc is not None:

@@ -34,7 +34,7 @@ from cluster.http.sites import Sites
 from cluster.ingress.let_go import LetGo
 from cluster.ingress.router_directory import RouterAnnouncement
 from cluster.ingress.router_link import ExchangeServer
-from cluster.ingress.router_side import IngressCheck, check_ingress
+from cluster.ingress.router_side import IngressCheck
 from cluster.lifecycle.app_end import announced_end
 from cluster.lifecycle.app_status import AppPicture, AppWatch, app_state, probe_app
 from cluster.lifecycle.control_store import FAILURES
@@ -135,7 +135,6 @@ class RouterHost:
         self._configs, self._served = zip(*[_resolved(one, len(settings) > 1) for one in settings], strict=True)
         self._config = self._configs[0]
         try:
-            check_ingress(self._config.ingress)
             self._keys = keys_for(self._config.api_key, self._config.api_key_file, self._config.metrics_key)
             self._store = _store(self._config)
             self._tracing = _router_tracing(self._config, self._router_id)

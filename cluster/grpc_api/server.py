@@ -13,8 +13,6 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 from grpc_reflection.v1alpha import reflection
-from starlette.types import ASGIApp, Receive, Scope, Send
-from starlette.types import Message as AsgiMessage
 
 from cluster.grpc_api.door import SERVICE
 from engine.errors import ConfigError
@@ -106,35 +104,3 @@ def _options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ]
-
-
-class BesideHttp:
-    """The app itself, with a gRPC server that takes calls from the app's start to its shutdown (ASGI).
-
-    grace: seconds that running calls get at the end. Serve counts only what comes through its own proxies, so that
-    it would not wait for them.
-    """
-
-    def __init__(self, app: ASGIApp, server: GrpcServer, grace: float) -> None:
-        self._app = app
-        self._server = server
-        self._grace = grace
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass everything on to the app."""
-        if scope["type"] != "lifespan":
-            await self._app(scope, receive, send)
-            return
-
-        async def receive_and_stop() -> AsgiMessage:
-            message = await receive()
-            if message["type"] == "lifespan.shutdown":
-                await self._server.stop(self._grace)
-            return message
-
-        async def start_and_send(message: AsgiMessage) -> None:
-            if message["type"] == "lifespan.startup.complete":
-                await self._server.start()
-            await send(message)
-
-        await self._app(scope, receive_and_stop, start_and_send)

@@ -1,1 +1,1 @@
-"""What stands between clients and routers: Ray Serve's proxy, or HAProxy, and reports of routers' deaths."""
+"""What stands between clients and routers: Ray Serve's proxy or gateways, and reports of routers' deaths."""

@@ -1,9 +1,9 @@
 """What a connection to Serve's own proxy may take before a request is there: time, bytes, and other connections.
 
-uvicorn, which the proxy runs, waits for headers without end and keeps any number of them. HAProxy has limits for
-that, and these are the same (`deploy.serve.haproxy_launcher`): 408 after 20 s without whole headers, 431 beyond 101
-of them or 16 kB. Where 4,096 connections are open, or 2,048 of one address, the longest idle ones are closed for the
-next; 503 where none is idle. Bodies have limits of their own, in the app (`cluster.http.asgi`).
+uvicorn, which the proxy runs, waits for headers without end and keeps any number of them. The limits here are those
+of HAProxy: 408 after 20 s without whole headers, 431 beyond 101 of them or 16 kB. Where 4,096 connections are open,
+or 2,048 of one address, the longest idle ones are closed for the next; 503 where none is idle. Bodies have limits of
+their own, in the app (`cluster.http.asgi`).
 """
 
 from __future__ import annotations

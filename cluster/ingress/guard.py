@@ -8,8 +8,8 @@ client, and asks another router for the rest.
 Serve's proxy answers two paths itself, without a key. `/-/healthz` says one word and stays, for KubeRay and balancers
 look there; `/-/routes`, the names of all apps and where they are, is answered here as a path that is not there.
 
-And Serve queues without bound what a client does not read, in the proxy, or behind HAProxy in the router. So a router
-asks here how much of its answer the client has taken, and sends little more (`cluster.ingress.router_side`).
+And Serve queues without bound what a client does not read. So a router asks here how much of its answer the client
+has taken, and sends little more (`cluster.ingress.router_side`).
 """
 
 from __future__ import annotations

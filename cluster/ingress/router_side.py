@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ray.exceptions import RayError
-from ray.serve._private import constants
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.answer_log import (
@@ -31,7 +30,6 @@ from cluster.answer_log import (
 )
 from cluster.ingress.attempt import ASKS_TAKEN, TAKEN
 from cluster.ingress.guard import CALLBACK, CALLBACK_VARIABLE, MARK, TELLS_TAKEN, WINDOWED
-from engine.errors import ConfigError
 
 BEAT = TICK  # seconds without a word to the guard after which it is told that this router lives
 NOTE_AFTER = BEAT / 4  # seconds after which it is told what came of an answer that is not sent yet
@@ -277,17 +275,3 @@ def until_lost(receive: Receive) -> Receive:
         return {"type": "http.disconnect"}
 
     return receive_or_disconnect
-
-
-def check_ingress(ingress: str) -> None:
-    """Raise `ConfigError` where `ingress` is `haproxy` and this Ray was started without it (its processes agree)."""
-    if ingress == "haproxy" and not haproxy_enabled():
-        raise ConfigError(
-            "ingress: haproxy is chosen when Ray starts, with RAY_SERVE_ENABLE_HA_PROXY=1 on every node",
-            "ingress",
-        )
-
-
-def haproxy_enabled() -> bool:
-    """Whether Serve puts HAProxy in front; a Serve without this constant does not."""
-    return bool(getattr(constants, "RAY_SERVE_ENABLE_HA_PROXY", False))

@@ -270,7 +270,7 @@ def _untimely(world: Scene, answer: Answer, end: str) -> str:
 
 
 def _late_news(world: Scene) -> float:
-    """Return the seconds in which who looks for a kept answer hears of its end; one who stands still is waited for."""
+    """Return the seconds in which who looks for a kept answer hears of its end: a stopped process is waited for."""
     stood = any(isinstance(event, Stop) for event in world.history.events)
     return 2 * LOOK + (PATIENCE if stood else 0.0)
 

@@ -115,7 +115,7 @@ HELP = {
         "update_failure_action": "What to do when an update fails.",
     },
     "HTTP": {
-        "ingress": "What holds clients' connections: Ray Serve's proxy, HAProxy, or gateways of Squadron. "
+        "ingress": "What holds clients' connections: Ray Serve's proxy, or gateways of Squadron. "
         "auto: gateways on a Ray that is started here, Serve's proxy elsewhere.",
         "host": "Address to listen on; 0.0.0.0 = all: then set --api-key or --api-key-file.",
         "port": "Port to listen on; 0 = any free port.",

@@ -25,11 +25,10 @@ from cluster.config import ClusterConfig
 from cluster.resources import app_resources
 from cluster.telemetry.logs import JSON
 from deploy.cli.model_files import check_files, sets_engine
-from deploy.cli.processes import Interrupted, Interrupts, bounded, descendants
+from deploy.cli.processes import Interrupted, Interrupts, bounded
 from deploy.cli.terminal import terminal
 from deploy.serve.address import connect_host, curl, free_port, is_loopback
 from deploy.serve.fork_server import ForkServer
-from deploy.serve.haproxy import HAProxySetup, exposed
 from deploy.serve.output import PhaseLog, without_death_notices
 from deploy.serve.ray_cluster import JoinedRay, LocalRay, RayCluster, count
 from deploy.serve.start_bars import start_bars
@@ -52,13 +51,12 @@ class Options:
     """The command's options beside the configuration.
 
     ray_address: cluster to join; None = start one. wait_for_nodes: do not refuse a cluster that is too small now.
-    haproxy: what the HAProxy of a Ray that is started here was given. forks: what has its workers forked.
+    forks: what has its workers forked.
     """
 
     ray_address: str | None = None
     wait_for_nodes: bool = False
     verbose: bool = False
-    haproxy: HAProxySetup | None = None
     forks: ForkServer | None = None
 
 
@@ -150,23 +148,11 @@ class Server:
                 f"anybody who reaches {config.host} can use this server: set --api-key, SQUADRON_API_KEY or "
                 "--api-key-file."
             )
-        self._print_ingress()
+        if unguarded := self._served.unguarded():
+            self._warn(f"{unguarded}.")
         self.say("\n" + curl(self.url, config) + "\n")
         choice = f" --model {names[0]}" if len(names) > 1 else ""
         self.say(f"`squadron chat --url {self.url}{choice}` in another terminal talks to it. Ctrl-C stops it.")
-
-    def _print_ingress(self) -> None:
-        """Say what listens beside the address that was asked for, and warn of what is not as it should be."""
-        haproxy = self._options.haproxy
-        if haproxy is None:
-            unguarded = self._served.unguarded()
-            if unguarded:
-                self._warn(f"{unguarded}.")
-            return
-        self.say(haproxy.about())
-        found = exposed(descendants()) if is_loopback(self._config.host) else []
-        if found:
-            self._warn(f"HAProxy listens on {', '.join(found)} as well: fence it.")
 
     def _warn(self, text: str) -> None:
         self._console.print(Text.assemble(("Warning:", "bold red"), " ", text))

@@ -10,7 +10,7 @@ import typer
 
 from cluster.app_config import AppConfig
 from cluster.batch.io.paths import is_url, local_path
-from cluster.config_values import GATEWAY, HAPROXY, SERVE
+from cluster.config_values import GATEWAY, SERVE
 from deploy.cli.keys import with_key_file
 from deploy.cli.processes import Interrupts
 from deploy.cli.settings_file import merge_settings
@@ -18,7 +18,6 @@ from deploy.cli.vllm_commands import API_KEY, VARIABLES, variable_notes
 from deploy.serve.environment import API_KEY as OWN_KEY
 from deploy.serve.environment import Environment, check_inherited, prepare_ray
 from deploy.serve.fork_server import fork_server
-from deploy.serve.haproxy import prepare_haproxy
 from engine.errors import ConfigError
 
 
@@ -67,19 +66,14 @@ def serve(
         print(describe_plans(settings, make_plans(settings)))
         return
     ray_address = prepare_ray(environment.ray_address)
-    with_haproxy = own_ray and with_keys.shared.ingress == HAPROXY
-    haproxy = prepare_haproxy(with_keys.shared) if with_haproxy else None
     with Interrupts() as interrupts, ExitStack() as undo:
-        if haproxy is not None:
-            undo.callback(haproxy.remove)
-            interrupts.removes(str(haproxy.folder))
         # First of all, as what it imports takes seconds: meanwhile this process imports Ray and starts it.
         forks = fork_server() if own_ray else None
         if forks is not None:
             undo.callback(forks.close)
         from deploy.serve.command import Options, serve_app
 
-        serve_app(with_keys, Options(ray_address, wait_for_nodes, verbose, haproxy, forks), interrupts)
+        serve_app(with_keys, Options(ray_address, wait_for_nodes, verbose, forks), interrupts)
 
 
 def _tell_of_variables(environment: Environment, app: AppConfig) -> None:

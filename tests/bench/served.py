@@ -1,15 +1,14 @@
 """What Serve, router and HTTP add to the bare engine: time to first token, and tokens per second of 32 streams.
 
-    python -m tests.bench.served [--rounds 40] [--ingress serve haproxy gateway]
+    python -m tests.bench.served [--rounds 40] [--ingress serve gateway]
 
 The demo model on one rank and one CPU thread, the same prompts and the same lengths each time: by the OpenAI endpoint
-of a real Ray Serve app, each request a stream of its own, through Serve's proxy (`served_...`), through HAProxy
-(`haproxy_...`, where it is installed) and through a gateway of ours (`gateway_...`), and by `EngineCore` in a process
-of its own. A client on the same cores reads raw sockets. Prompts differ from round to round, so that no prefix is
-cached.
+of a real Ray Serve app, each request a stream of its own, through Serve's proxy (`served_...`) and through a gateway
+of ours (`gateway_...`), and by `EngineCore` in a process of its own. A client on the same cores reads raw sockets.
+Prompts differ from round to round, so that no prefix is cached.
 
 The engine is offered its requests twice: all at once (`engine_...`), and one after the other as they came to the
-replica's engine behind that ingress (`engine_as_served_...`, `engine_as_haproxy_...`): what is added is told of
+replica's engine behind that ingress (`engine_as_served_...`, `engine_as_gateway_...`): what is added is told of
 these. When they came there is known of the spans of rounds of their own, as tracing is off in what is timed.
 """
 
@@ -32,13 +31,10 @@ from typing import Any
 
 import torch
 
-from cluster.config import parse_config
-from cluster.config_values import GATEWAY, HAPROXY, SERVE
+from cluster.config_values import GATEWAY, SERVE
 from deploy.demo import demo_model_path
-from deploy.serve.haproxy import prepare_haproxy
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.errors import ConfigError
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.worker.executor_start import build_executor
@@ -47,7 +43,7 @@ PROMPT_TOKENS = 128
 OUTPUT_TOKENS = 200
 STREAMS = (1, 8, 32)
 HEALTH_ROUNDS = 200
-NAMES = {SERVE: "served", HAPROXY: "haproxy", GATEWAY: "gateway"}  # of figures, by ingress
+NAMES = {SERVE: "served", GATEWAY: "gateway"}  # of figures, by ingress
 NUM_THREADS = 1  # what Ray gives to a replica with `--cpus-per-worker 1`
 ARRIVAL_ROUNDS = 5
 Figures = dict[str, float]
@@ -167,16 +163,14 @@ def measure(rounds: int = 40, ingresses: Sequence[str] = tuple(NAMES)) -> Figure
     figures: Figures = {}
     offered: dict[str, Arrivals] = {"engine": {streams: [0.0] * streams for streams in STREAMS}}
     for ingress in ingresses:
-        found = _in_a_process(serve_and_ask, rounds, ingress)
-        if found is not None:
-            name, (asked, came) = NAMES[ingress], found
-            figures |= asked | {f"{name}_arrivals_ms_{streams}": 1e3 * times[-1] for streams, times in came.items()}
-            offered[f"engine_as_{name}"] = came
+        name, (asked, came) = NAMES[ingress], _in_a_process(serve_and_ask, rounds, ingress)
+        figures |= asked | {f"{name}_arrivals_ms_{streams}": 1e3 * times[-1] for streams, times in came.items()}
+        offered[f"engine_as_{name}"] = came
     figures |= _in_a_process(bare, rounds, offered)
     for ingress in ingresses:
         name = NAMES[ingress]
         alone = f"engine_as_{name}"
-        for streams in STREAMS if alone in offered else ():
+        for streams in STREAMS:
             added = figures[f"{name}_ttft_ms_{streams}"] - figures[f"{alone}_ttft_ms_{streams}"]
             share = figures[f"{name}_tokens_per_s_{streams}"] / figures[f"{alone}_tokens_per_s_{streams}"]
             figures[f"{'router' if ingress == SERVE else name}_added_ttft_ms_{streams}"] = added
@@ -197,13 +191,7 @@ def _in_a_process(target: Callable[..., None], *arguments: object) -> Any:
 
 
 def serve_and_ask(rounds: int, ingress: str, pipe: Connection) -> None:
-    """Start Ray and the app; send figures and when requests come to the engine, None without the ingress."""
-    try:
-        haproxy = prepare_haproxy(parse_config({"model": "demo"})) if ingress == HAPROXY else None
-    except ConfigError as error:
-        print(f"not measured: {error}")
-        pipe.send(None)
-        return
+    """Start Ray and the app; send figures and when requests come to the engine."""
     import ray
     from ray import serve
 
@@ -221,8 +209,6 @@ def serve_and_ask(rounds: int, ingress: str, pipe: Connection) -> None:
     finally:
         serve.shutdown()
         ray.shutdown()
-        if haproxy is not None:
-            haproxy.remove()
 
 
 async def arrivals(port: int, spans: Path) -> Arrivals:

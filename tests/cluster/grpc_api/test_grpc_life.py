@@ -9,7 +9,6 @@ from cluster.admission.admission_queue import AdmissionQueue
 from cluster.admission.keys import FixedKeys, KeyEntry, KeyRing, Tenant, hash_key
 from cluster.admission.tenants import Tenancy
 from cluster.errors import ApiError
-from cluster.grpc_api.server import BesideHttp
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
 from cluster.openai.served_model import ServedModel
@@ -21,7 +20,7 @@ from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.fake_source import FakeSource
 from tests.grpc_client import Refusal, gateway_of, gathered, grpc_services, refusal_of, serving_grpc
-from tests.openai_app import MODEL, app_for, front_for, saying, served_model
+from tests.openai_app import MODEL, front_for, saying, served_model
 
 ENDLESS = 10**6
 CHUNK = 2048  # tokens, of two bytes each
@@ -302,20 +301,3 @@ async def test_gateways_of_one_machine_share_a_port_and_one_may_leave(model):
             async with grpc.aio.insecure_channel(f"127.0.0.1:{second.port}") as channel:
                 assert not (await InferenceStub(channel).Health(pb.HealthRequest(), timeout=5)).ready
             await second.stop(0)
-
-
-async def test_the_server_lives_as_long_as_the_http_app(model):
-    source = saying(model, "fine")
-    async with serving_grpc(source, model) as other:
-        server = other.server
-        events, sent = asyncio.Queue(), asyncio.Queue()
-        app = BesideHttp(app_for(source, model), server, grace=5)
-        life = asyncio.create_task(app({"type": "lifespan"}, events.get, sent.put))
-        await events.put({"type": "lifespan.startup"})
-        assert (await sent.get())["type"] == "lifespan.startup.complete"
-        assert (await other.stub.Health(pb.HealthRequest())).ready
-        await events.put({"type": "lifespan.shutdown"})
-        assert (await sent.get())["type"] == "lifespan.shutdown.complete"
-        await life
-        with pytest.raises(grpc.RpcError):
-            await other.stub.Health(pb.HealthRequest(), timeout=5)
