@@ -104,7 +104,7 @@ class AnswerLog:
     since the client sent the request to the first of them. told_facts: whether a router that is asked after this one
     knows the facts. exchange: its name, which all routers get that are asked; "" without one. kept: of an answer that
     the server keeps, None of others. until_heard: returns once the ingress has not left this router, for all one can
-    see; where it has, the request is cancelled.
+    see; where it has, the request is cancelled. is_let_go: this router leaves, so that the ingress asks another one.
     """
 
     kept: Kept | None = None
@@ -124,7 +124,7 @@ class AnswerLog:
         self._silent_at: float | None = None  # when a silence ended in which the ingress may have left this router
         self._facts_at: float | None = None  # when the facts were sent after it
         self._heard = asyncio.Event()
-        self._let_go = False
+        self.is_let_go = False
         for note in map(_decode, notes or ()):
             self.facts = self.facts or note.facts
             self.past += [(chunk.number, _chunk(chunk)) for chunk in note.chunks]
@@ -151,7 +151,7 @@ class AnswerLog:
     def may_be_elsewhere(self) -> bool:
         """Whether the ingress may have asked another router: this one was silent for long, or has let go."""
         now = asyncio.get_running_loop().time()
-        return self._let_go or self._silent_at is not None or self._is_silent(now)
+        return self.is_let_go or self._silent_at is not None or self._is_silent(now)
 
     def spoke(self, since: float | None = None) -> None:
         """Take note that the ingress hears something of this router, from now on again and again.
@@ -173,7 +173,7 @@ class AnswerLog:
 
     async def heard(self) -> None:
         """Wait until the ingress is known to listen."""
-        while self._let_go or self._silent_at is not None:
+        while self.is_let_go or self._silent_at is not None:
             self._heard.clear()
             await self._heard.wait()
 
@@ -182,7 +182,7 @@ class AnswerLog:
 
         That one has the facts in any case: what is untold goes with the last word.
         """
-        self._let_go = True
+        self.is_let_go = True
         self.told_facts |= self._untold is not None
 
     def is_answered(self) -> None:

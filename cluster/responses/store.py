@@ -98,7 +98,14 @@ class ResponseStore:
             return
         one = self._started(head, visit, asked.facts, former)
         with one.read():
-            yield one.record.head, await self._accepted(one)
+            try:
+                view = await self._accepted(one)
+            except asyncio.CancelledError:
+                if asked.is_let_go and not one.known:  # nobody was told of it: the ingress asks another router
+                    one.leave()
+                    self.shelf.drop(one, "superseded")
+                raise
+            yield one.record.head, view
 
     @asynccontextmanager
     async def found(self, name: str, tenant: str, by_id: bool = True) -> AsyncIterator[tuple[Head, AnswerView]]:

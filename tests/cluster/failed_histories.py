@@ -568,4 +568,19 @@ FAILED: dict[str, History] = {
             Drain(at=1.0201, process="replica-0", back=0.5),
         ),
     ),
+    "a router let go of an answer of which nobody had heard, and made it all the same: both charged it": History(
+        seed=949609652053,
+        routers=2,
+        replicas=1,
+        ingress=True,
+        seats=3,
+        events=(
+            Arrive(at=0.0914, seed=335552369, prompt=2, tokens=1),
+            Arrive(at=0.1, seed=636385185, prompt=3900, tokens=1),
+            Stop(at=0.2758, process="replica-0", seconds=0.6),
+            Arrive(at=0.2942, seed=198061545, prompt=2, tokens=1, kept=True),
+            Drain(at=0.4287, process="replica-0", back=0.05),
+            LetGo(at=1.4948, process="router-0"),
+        ),
+    ),
 }
