@@ -45,9 +45,11 @@ def before_the_proxy(seconds: float) -> float:
     return seconds - min(seconds * _EARLIER_SHARE, _EARLIER_MOST)
 
 
-def deadline_exceeded(message: str = "the request's deadline passed before it was complete") -> ApiError:
+def deadline_exceeded(
+    message: str = "the request's deadline passed before it was complete", request_id: str | None = None
+) -> ApiError:
     """Return the error of a request that ran out of the time that its client gave it."""
-    return ApiError(DEADLINE_EXCEEDED, message)
+    return ApiError(DEADLINE_EXCEEDED, message, request_id=request_id)
 
 
 class DeadlineTimers(Generic[T]):

@@ -8,15 +8,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.accounts.tenant_bytes import TenantBytes
+from cluster.admission.deadline import HEADER, timeout_of
 from cluster.answer_log import CONTINUES, ELAPSED, KEEPS, NOTES
 from cluster.error_forms import COUNT_TOKENS, MESSAGES, form_of
+from cluster.errors import ApiError
 from cluster.ingress.packed_notes import PackedNotes
 
 STALLED = 600.0  # seconds; a client that takes nothing for so long is taken for gone
@@ -26,9 +28,11 @@ OF_MESSAGE = 256  # bytes that a kept one takes beside its content
 QUIET = 5.0  # seconds without a byte for a client that waits for another router, until it gets a comment
 END_OF_EVENT = b"\n\n"
 COMMENT = b": waiting for another router\n\n"  # source: WHATWG HTML, server-sent events: clients pass over it
+DEADLINE = "squadron.deadline"  # key of the scope: when the client waits no longer, on the event loop's clock
 CALL = "squadron.call"  # key of the scope of a call of gRPC: its `method`, `metadata`, `remaining` seconds
 REPEATED_CALLS = frozenset({"Generate", "Chat", "Embed", "GetModelInfo", "Health", "GetLoad"})
 KEY_HEADERS = (b"authorization", b"x-api-key", "authorization", "x-api-key")  # of HTTP, and in metadata of gRPC
+TIMEOUT_HEADERS = (HEADER.encode(), HEADER)
 STREAMS = ("text/event-stream", "application/grpc-web")  # what can be gone on with in the middle
 REPEATED = frozenset(  # a POST that has no effect but its answer
     {
@@ -104,6 +108,7 @@ class Exchange:
     on their way to it. shown_id: the router's id of the answer, where the answer shows that one. named: whether the
     client has a name of its own for the request. error_form: of the route. client: who shares room for what is kept.
     num_kept: bytes that are kept of it. lost: whether there was no room for it, so that it ends with its router.
+    deadline: when the client waits no longer, on the event loop's clock; None = it has not said so.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, kept: KeptBytes, named: bool) -> None:
@@ -126,6 +131,8 @@ class Exchange:
         self._kept = kept
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
+        timeout = _timeout_of(scope)
+        self.deadline = None if timeout is None else self._began + timeout
         self._arriving: asyncio.Future[Message] | None = None  # what the client sends next
         self._asked: list[Message] = []  # what it has sent
         self._notes = PackedNotes()
@@ -159,6 +166,11 @@ class Exchange:
         return self.kind == STREAMS[0]
 
     @property
+    def is_late(self) -> bool:
+        """Whether its deadline has passed."""
+        return self.deadline is not None and self._loop.time() >= self.deadline
+
+    @property
     def progress(self) -> tuple[int, int]:
         """What has come so far; grows."""
         return self.sent, self._notes.count
@@ -171,6 +183,7 @@ class Exchange:
     def scope_of(self, again: bool) -> Scope:
         """Return the scope for a router. again: it is not the first that gets the request."""
         scope = {**self._scope, "headers": list(self._scope["headers"]), KEEPS: self._name if self._keeps else ""}
+        scope[DEADLINE] = self.deadline
         if again:
             scope[CONTINUES] = {NOTES: self._notes.notes(), ELAPSED: self._loop.time() - self._began}
         return scope
@@ -232,6 +245,8 @@ class Exchange:
     async def pause(self, seconds: float) -> None:
         """Wait, but no longer than the client does."""
         arriving = self.arriving()
+        if self.deadline is not None:
+            seconds = max(0.0, min(seconds, self.deadline - self._loop.time()))
         await asyncio.wait((arriving,), timeout=seconds)
         if arriving.done():
             self.take_in()
@@ -273,11 +288,24 @@ class Exchange:
 
 def _client_of(scope: Mapping[str, Any]) -> str:
     """Return what tells clients apart: a digest of their key, or their address."""
-    given = scope[CALL]["metadata"] if CALL in scope else scope.get("headers", ())
-    key: bytes | str | None = next((value for name, value in given if name in KEY_HEADERS), None)
+    key = next((value for name, value in _given(scope) if name in KEY_HEADERS), None)
     if key is None:
         return str((scope.get("client") or ("",))[0])
     return blake2b(key.encode() if isinstance(key, str) else key, digest_size=16).hexdigest()
+
+
+def _given(scope: Mapping[str, Any]) -> Iterable[tuple[bytes | str, bytes | str]]:
+    """Return the headers of a request, or the metadata of a call."""
+    return scope[CALL]["metadata"] if CALL in scope else scope.get("headers", ())
+
+
+def _timeout_of(scope: Scope) -> float | None:
+    """Return the seconds that the client waits, None where it does not say so, or in words that a router refuses."""
+    values = [value for name, value in _given(scope) if name in TIMEOUT_HEADERS]
+    try:
+        return timeout_of([value.decode("latin-1") if isinstance(value, bytes) else value for value in values])
+    except ApiError:
+        return None
 
 
 def _is_repeated(scope: Mapping[str, Any]) -> bool:

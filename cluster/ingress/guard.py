@@ -27,6 +27,7 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cluster.admission.deadline import deadline_exceeded
 from cluster.client_id import is_client_id
 from cluster.error_forms import MESSAGES_FORM, OPENAI_FORM, ErrorForm, error_of
 from cluster.errors import ApiError
@@ -110,12 +111,15 @@ class RouterLossGuard:
                 await exchange.pause(losses.pause)
             if exchange.over:
                 return
+            if exchange.is_late:
+                why = why or "its client waits no longer"
             if why is not None or not exchange.continuable:
                 name = exchange.shown_id or _request_id(scope)
                 extra = about({"client_id": name or ""})
                 told = name, why or "it cannot be asked again"
                 log.warning("request %s: its router was lost before its answer was complete; %s", *told, extra=extra)
-                await _tell_loss(exchange, send, name, attempt.refused)
+                lost = deadline_exceeded(request_id=name) if exchange.is_late else router_lost(name)
+                await _tell_loss(exchange, send, lost, attempt.refused)
                 return
 
 
@@ -173,14 +177,12 @@ def _why_final(attempt: Attempt, losses: Losses) -> str | None:
     return losses.too_many
 
 
-async def _tell_loss(
-    exchange: Exchange, send: Send, request_id: str | None, refused: Mapping[str, Any] | None
-) -> None:
+async def _tell_loss(exchange: Exchange, send: Send, lost: ApiError, refused: Mapping[str, Any] | None) -> None:
     """Tell the client that its router is gone, and no other one goes on. refused: the error of one that would not."""
     if not exchange.started:
-        await refuse(router_lost(request_id), send, exchange.error_form)
+        await refuse(lost, send, exchange.error_form)
     elif exchange.streams_events and exchange.between_events:
-        told = refused or error_of(router_lost(request_id))
+        told = refused or error_of(lost)
         await send({"type": "http.response.body", "body": _last_event(exchange, told)})
 
 

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.answer_log import CONTINUES, LEASE, NO_ROUTER, TICK
 from cluster.ingress.attempt import LEFT
+from cluster.ingress.exchange import DEADLINE
 from cluster.ingress.guard import no_router, refuse
 from cluster.ingress.router_link import SILENCE, RouterConnection
 from cluster.wire.frames import HELLO_TIMEOUT
@@ -171,11 +172,13 @@ class RouterPool:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass an exchange on; returns when a router has answered it, or was lost. Waits while there is none."""
+        until, deadline = asyncio.get_running_loop().time() + self._patience, scope.get(DEADLINE)
+        is_short = deadline is not None and deadline < until
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout_at(deadline if is_short else until):
                 router = await self._chosen(send)
         except TimeoutError:
-            if CONTINUES in scope:
+            if CONTINUES in scope or is_short:
                 return
             await refuse(no_router(Headers(scope=scope).get("x-request-id")), send)
             return

@@ -244,6 +244,8 @@ class AnswerCopies:
             head, epoch = copied.record.head, copied.record.epoch
             if epoch and copied.homes:
                 self._send(replica, Forget(name, head.tenant, epoch - 1, None, head.born))
+        if self._records:
+            self._flush_after(PAUSE)  # it may take copies that have too few
 
     def drop(self, name: str) -> None:
         """See `Copies.drop`."""

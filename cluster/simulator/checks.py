@@ -13,7 +13,7 @@ from cluster.router.answer_copies import NUM_COPIES, PATIENCE
 from cluster.simulator.answers import DELETED, GONE, LEFT, WHOLE, Answer, Scene
 from cluster.simulator.clients import CUT, LOOK
 from cluster.simulator.fleet import ABSENT, EVER, SPEECH
-from cluster.simulator.history import FREE, LIMITED, Arrive, Leap, SetClock, Slow, Stop
+from cluster.simulator.history import FREE, LIMITED, Arrive, Event, Kill, Leap, Partition, SetClock, Slow, Stop
 from cluster.simulator.lives import ReplicaLife, RouterLife
 from cluster.simulator.network import LATENCY
 from cluster.sleep_orders import ASLEEP
@@ -270,9 +270,13 @@ def _untimely(world: Scene, answer: Answer, end: str) -> str:
 
 
 def _late_news(world: Scene) -> float:
-    """Return the seconds in which who looks for a kept answer hears of its end: a stopped process is waited for."""
-    stood = any(isinstance(event, Stop) for event in world.history.events)
-    return 2 * LOOK + (PATIENCE if stood else 0.0)
+    """Return the seconds in which who looks for a kept answer hears of its end: silent replicas are waited for."""
+    silent = any(isinstance(event, Stop | Partition) or _is_silent_death(event) for event in world.history.events)
+    return 2 * LOOK + (PATIENCE if silent else 0.0)
+
+
+def _is_silent_death(event: Event) -> bool:
+    return isinstance(event, Kill) and event.silently
 
 
 def _begins(tokens: dict[int, list[int]], whole: dict[int, list[int]]) -> bool:
@@ -311,9 +315,11 @@ def _was_cut(world: Scene) -> bool:
 
 
 def _copies_are_gone(world: Scene) -> bool:
-    """Whether all who had a kept answer may be gone."""
+    """Whether all who had a kept answer may be gone. One replica may have none yet, to which the way was cut."""
     fleet = world.fleet
-    return fleet.routers_left > 0 and fleet.replicas_left >= min(NUM_COPIES, world.history.replicas)
+    unreached = any(place in way[1:] for way in fleet.downs for place in fleet.places)
+    copies = min(NUM_COPIES, world.history.replicas)
+    return fleet.routers_left > 0 and fleet.replicas_left >= max(1, copies - unreached)
 
 
 def _over_quota(world: Scene, answer: Answer, code: str) -> bool:

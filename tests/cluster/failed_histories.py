@@ -583,4 +583,29 @@ FAILED: dict[str, History] = {
             LetGo(at=1.4948, process="router-0"),
         ),
     ),
+    "a replica was linked again, and got no second copy for half a second: router and other replica died": History(
+        seed=955581349734,
+        routers=1,
+        replicas=2,
+        ingress=True,
+        events=(
+            Cut(at=0.4742, router="router-0", replica="replica-0"),
+            Arrive(at=0.5355, seed=159706113, prompt=2, tokens=15, kept=True),
+            Kill(at=0.8368, process="router-0", back=0.05),
+            Kill(at=1.7511, process="replica-1", back=0.5),
+        ),
+    ),
+    "who came while no router was there waited for one beyond the time that its client gave": History(
+        seed=955581351812,
+        routers=1,
+        replicas=1,
+        ingress=True,
+        gateway=True,
+        seats=3,
+        events=(
+            Blind(at=1.3916, seconds=8.0),
+            LetGo(at=1.5751, process="router-0"),
+            Arrive(at=2.2879, seed=109455864, prompt=2, tokens=24, stream=False, timeout=1.0),
+        ),
+    ),
 }

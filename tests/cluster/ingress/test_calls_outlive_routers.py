@@ -84,6 +84,8 @@ async def test_where_no_router_comes_in_time_the_status_says_so(tmp_path):
             assert (lost.status, lost.code, lost.retryable) == (grpc.StatusCode.UNAVAILABLE, "router_lost", True)
             none = await refusal_of(stub.GetModelInfo(pb.GetModelInfoRequest()))
             assert (none.status, none.code, none.retryable) == (grpc.StatusCode.UNAVAILABLE, "no_router", True)
+            late = await refusal_of(stub.Generate(GENERATE, metadata=(("x-request-timeout-seconds", "0.1"),)))
+            assert (late.status, late.code) == (grpc.StatusCode.DEADLINE_EXCEEDED, "deadline_exceeded")
         await lab.add()
 
 

@@ -227,6 +227,19 @@ async def test_where_no_router_comes_in_time_the_error_says_so(tmp_path, gateway
 
 
 @CARRIERS
+async def test_nobody_waits_for_a_router_beyond_the_time_that_its_client_gave(tmp_path, gateway):
+    timeout = {"x-request-timeout-seconds": "1.0"}
+    async with RouterLab(tmp_path, routers=1, gateway=gateway) as lab:
+        lab.on_message = lambda router: lab.kill(router, None) if router.said == 20 else None
+        answer = await lab.client.post("/v1/completions", json=COMPLETION, headers=timeout, timeout=30)
+        error = json.loads(answer.text.split("\n\n")[-2].removeprefix("data: "))["error"]
+        assert (error["code"], error["retryable"]) == ("deadline_exceeded", False)
+        answer = await lab.client.post("/v1/completions", json=COMPLETION, headers=timeout, timeout=30)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+        await lab.add()
+
+
+@CARRIERS
 async def test_a_stopped_router_is_left_and_nothing_that_it_says_later_is_believed(tmp_path, monkeypatch, gateway):
     monkeypatch.setattr("cluster.ingress.attempt.TICK", 0.2)
     monkeypatch.setattr("cluster.ingress.router_side.BEAT", 0.2)
