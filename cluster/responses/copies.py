@@ -50,7 +50,8 @@ class Copies(Protocol):
     async def forget(self, head: Head) -> None:
         """Have all copies dropped, at once or when they can be reached, and whoever makes the answer stop.
 
-        Returns once this is known somewhere else, or cannot be for now.
+        Returns once this is known somewhere else. Raises `ApiError` (`no_replica`) where no replica can be told for
+        now: they are when they are linked again, if this router lives until then.
         """
         ...
 

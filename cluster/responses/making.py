@@ -16,7 +16,7 @@ from cluster.answer_log import AnswerLog
 from cluster.errors import ApiError
 from cluster.openai.response_output import CANCELLED
 from cluster.responses.copies import SETTLES, Copies
-from cluster.responses.record import Record
+from cluster.responses.record import Head, Record
 from cluster.responses.shelf import GRACE, Owned, Shelf
 from cluster.responses.view import AnswerView
 
@@ -141,9 +141,13 @@ class Maker:
                 self._copies.put(one.record)
         elif not one.gone:
             if view.begun:
-                self.spawn(self._copies.forget(head))
+                self.spawn(self._forget(head))
             self._shelf.drop(one, "refused")
         view.finish(lost=one.gone and view.status in (0, 200))
+
+    async def _forget(self, head: Head) -> None:
+        with suppress(ApiError):  # nobody has heard of it
+            await self._copies.forget(head)
 
     def _take_notes(self, one: Owned) -> bool:
         """Keep what is new of an answer; return whether there was something."""

@@ -147,7 +147,7 @@ class ResponseStore:
             await self._copies.settle(one.record)  # who asks another router next hears of the end as well
 
     async def delete(self, name: str, tenant: str) -> None:
-        """Keep an answer no more; one that runs is ended. Raises `ApiError` (404)."""
+        """Keep an answer no more; one that runs is ended. Raises `ApiError`: 404, or 503 where nobody can be told."""
         head = await self.head_by_id(name, tenant)
         one = self._own(name, tenant)  # an orphan may have been taken over meanwhile
         if one is not None:

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from cluster.errors import ApiError
+from cluster.responses.copies import SETTLES
 from cluster.responses.deletions import Deletions
 from cluster.responses.record import Head, Record, pack_end, pack_head, unpack_end, unpack_head
 from cluster.router.dispatcher import CopyMessage, Dispatcher
@@ -217,8 +218,14 @@ class AnswerCopies:
     async def forget(self, head: Head) -> None:
         """See `Copies.forget`. Copies that cannot be reached now are dropped when they can (`Deletions`)."""
         self._learn((Deletion(head.name, head.tenant, head.born, self._retention),))
-        if linked := self._linked():  # it has read what was sent before, once it answers
-            await self._ask(linked[0], head.name, head.tenant, 0, 0.0)
+        until = asyncio.get_running_loop().time() + PATIENCE
+        while (linked := self._linked()) or not all(model.reaches_all for model in self._models):
+            # It has read what was sent before, once it answers.
+            if linked and await self._ask(linked[0], head.name, head.tenant, 0, 0.0) is not None:
+                return
+            if asyncio.get_running_loop().time() >= until:
+                raise ApiError("no_replica", "no replica could be told of the deletion yet", retry_after=1)
+            await asyncio.sleep(SETTLES)
 
     def _learn(self, told: Sequence[Deletion], source: ReplicaHandle | None = None) -> None:
         """Drop what was deleted, and pass on what is new. source: that told it, None = it was deleted here."""

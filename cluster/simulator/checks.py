@@ -142,7 +142,7 @@ def _quotas(world: Scene) -> list[str]:
     """What every request took was charged once, to its tenant, and no quota was exceeded.
 
     A router that died, or that a gateway could not reach, may have charged what its successor charged again: nobody
-    could ask it.
+    could ask it. One that died between the end of a stored answer and its charge has not.
     """
     wrong = []
     dead = [life for life in world.fleet.all_routers if life.killed or life.apart]
@@ -150,7 +150,7 @@ def _quotas(world: Scene) -> list[str]:
         charged, by_the_dead = _charged(world.fleet.all_routers, tenant), _charged(dead, tenant)
         answers = [one for one in world.answers if tenant == OPEN.name or one.asked.limited == (tenant == LIMITED)]
         asked = [answer.asked for answer in answers]
-        whole = [answer.asked for answer in answers if answer.ends == [WHOLE]]
+        whole = [one.asked for one in answers if one.ends == [WHOLE] and not (dead and one.asked.kept)]
         for name in charged:
             least, most = _due(world, whole, name), _due(world, asked, name) + by_the_dead[name]
             if not least <= charged[name] <= most:

@@ -243,7 +243,7 @@ class RouterLife:
             node="node",
             open_link=connect,
             on_demand=served.config.max_replicas is not None,
-            rouse=lambda: False,
+            rouse=lambda: not served.config.scales_to_zero or bool(leases.membership.members),
         )
         if served.model is not None:
             self._serve(served.model, clock)

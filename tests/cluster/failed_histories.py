@@ -608,4 +608,16 @@ FAILED: dict[str, History] = {
             Arrive(at=2.2879, seed=109455864, prompt=2, tokens=24, stream=False, timeout=1.0),
         ),
     ),
+    "an answer was deleted while the only replica was cut off, its router died, and it was there again": History(
+        seed=42835111940,
+        routers=1,
+        replicas=1,
+        ingress=True,
+        events=(
+            Arrive(at=1.2446, seed=44996288, prompt=2, tokens=1, kept=True),
+            Cut(at=1.7004, router="router-0", replica="replica-0"),
+            Delete(at=1.7586, answer=0),
+            Kill(at=1.9169, process="router-0", back=3.0),
+        ),
+    ),
 }
