@@ -96,7 +96,7 @@ def test_one_that_is_ready_may_take_its_time(parents: list[Parent]) -> None:
 
 
 STOPS = """interrupts.ready()
-    try: time.sleep(60)
+    try: print('runs', flush=True); time.sleep(60)
     except BaseException: print('stops', flush=True); time.sleep(60)"""
 
 
@@ -115,6 +115,7 @@ def test_its_folders_are_removed_however_its_stop_ends(
     made.mkdir()
     parents.append(parent := Parent(f"interrupts.removes({str(made)!r}); {STOPS}"))
     first, second = signals
+    assert parent.process.stdout.readline() == "runs\n"
     parent.process.send_signal(first)
     assert parent.process.stdout.readline() == "stops\n"
     assert made.exists()
