@@ -146,6 +146,9 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """Connect the process that asks to the one that listens at a port."""
         await self.sockets.connect(protocol_factory, port)
 
+    def remove_reader(self, fd: Any) -> Any:
+        """Do nothing: connections come to simulated sockets at once."""
+
     async def create_server(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
         """Have the process that asks take connections, at a port that nobody else has."""
         return self.sockets.listen(protocol_factory)

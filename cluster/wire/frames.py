@@ -73,6 +73,11 @@ class FrameStream(asyncio.Protocol):
         self._roomy.set()
 
     @property
+    def is_connected(self) -> bool:
+        """Whether it has had a socket."""
+        return self._transport is not None
+
+    @property
     def closed(self) -> bool:
         """Whether this end said or heard goodbye, or the connection broke."""
         return self.ended is not None
@@ -242,6 +247,10 @@ class FrameServer:
     async def close(self) -> None:
         """Stop listening and end all connections."""
         if self._server is not None:
+            for listening in self._server.sockets:
+                asyncio.get_running_loop().remove_reader(listening)
+            # Once it is closed asyncio makes no transport of what it has just accepted, and tells nobody.
+            await asyncio.sleep(0)
             self._server.close()
         for stream in self._connections.values():
             stream.close(CLOSED, f"the {self._what} stops")
@@ -283,4 +292,5 @@ class FrameServer:
         finally:
             self._unknown.pop(stream, None)
             stream.close(CLOSED, f"the {self._what} serves the link no more")
-            await stream.over.wait()
+            if stream.is_connected:
+                await stream.over.wait()

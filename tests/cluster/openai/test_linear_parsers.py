@@ -31,7 +31,7 @@ from tests.openai_app import served_model
 LENGTH = 200_000  # characters, tokens, or blocks
 MOST = 3  # times the CPU for twice the length; 4 is quadratic
 LEAST = 0.005  # seconds of CPU below which a clock tells nothing
-TRIES = 3
+TRIES = 5
 # At each `¦` something that is repeated may begin.
 JSON = '{"a": ¦1, "b": "¦x"}'
 SECTION = "<｜tool▁calls▁begin｜>¦<｜tool▁call▁begin｜>"

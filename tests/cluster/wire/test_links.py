@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import subprocess
 import sys
@@ -308,6 +309,21 @@ async def test_strangers_who_say_nothing_keep_no_router_out_and_do_not_pile_up(a
     for _, writer in strangers:
         writer.transport.abort()
     await asyncio.gather(*(writer.wait_closed() for _, writer in strangers), return_exceptions=True)
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_who_comes_as_the_server_closes_leaves_nothing_behind(monkeypatch, turns):
+    """At one of these moments asyncio has accepted it, and has yet to make its transport."""
+    monkeypatch.setattr(frames, "HELLO_TIMEOUT", 0.05)
+    server = tcp.LinkServer(silent)
+    address = await server.start()
+    with socket.create_connection((address.host, address.port)):
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await server.close()
+        await asyncio.sleep(0.2)
+        gc.collect()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_goodbye_cut_short_is_a_lost_link():
