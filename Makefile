@@ -18,7 +18,7 @@ VENV ?= .venv
 PYTHON ?= python3
 EXTRAS ?= test,lint
 BIN := $(abspath $(VENV))/bin
-ALONE := tests/chaos/test_nodes.py tests/chaos/test_serve_process.py
+ALONE := tests/chaos/test_nodes.py tests/chaos/test_serve_process.py tests/e2e/test_gateway.py
 WITHOUT_RAY := $(addprefix tests/,engine parallel cluster deploy bench clients parity helm ui docs)
 # What a CPU with AVX2 alone computes otherwise, torch and oneDNN included.
 AS_AVX2 := tests/engine/kernels/test_onednn.py tests/parity/test_native_attention.py
@@ -43,9 +43,10 @@ serve: install
 	@exec "$(BIN)/squadron" serve demo --replicas 2 --tensor-parallel-size 2 $(ARGS)
 
 # Two processes side by side: first the tests without Ray, file by file, then those with one. Of these, all that share
-# one Ray run one after the other in one process, beside those that start a Ray of their own in the other. Two
+# one Ray run one after the other in one process, beside those that start a Ray of their own in the other. Three
 # files run alone: Ray ends its nodes after 60 s without its control store, whatever else they have to do, and gives up
-# a node that has not started after 30 s, which two beside the shared one exceed on two cores.
+# a node that has not started after 30 s, which two beside the shared one exceed on two cores; and the time that streams
+# get at a stop is real.
 test: install
 ifdef ARGS
 	"$(BIN)/python" -m pytest $(ARGS)

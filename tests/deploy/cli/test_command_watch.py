@@ -89,8 +89,10 @@ def test_what_comes_in_time_is_not(parents: list[Parent]) -> None:
 
 
 def test_one_that_is_ready_may_take_its_time(parents: list[Parent]) -> None:
-    stops = "interrupts.ready()\n    try: time.sleep(60)\n    except BaseException: time.sleep(5); print('in order')"
-    parents.append(parent := Parent(stops))
+    stops = "time.sleep(5); print('in order')"
+    runs = "print('runs', flush=True); time.sleep(60)"
+    parents.append(parent := Parent(f"interrupts.ready()\n    try: {runs}\n    except BaseException: {stops}"))
+    assert parent.process.stdout.readline() == "runs\n"
     parent.process.send_signal(signal.SIGINT)
     assert parent.ended() == (0, "in order\n")
 
