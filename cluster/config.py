@@ -232,7 +232,7 @@ class ClusterConfig(ServedModelConfig):
     @property
     def stream_grace(self) -> float:
         """Seconds of `drain_timeout` that running streams get: what Serve itself does at the end counts as well."""
-        return min(max(1.0, self.drain_timeout - 5.0), self.drain_timeout / 2)
+        return max(self.drain_timeout - 5.0, min(1.0, self.drain_timeout / 2))
 
     @property
     def keyed(self) -> bool:

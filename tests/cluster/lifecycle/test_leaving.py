@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from cluster.config import parse_config
 from cluster.lifecycle import leaving, node_drains
 from cluster.lifecycle.leaving import NodeEnd, call_on_leaving, stop_flag
 from cluster.lifecycle.node_drains import DrainError, NotDrainedError, drain, ends_soon
@@ -192,3 +193,8 @@ def test_a_node_that_refuses_is_said(store: ControlStore) -> None:
     store.answer = (False, "it is busy")
     with pytest.raises(NotDrainedError, match="it is busy"):
         drain("02", 10.0)
+
+
+@pytest.mark.parametrize(("timeout", "grace"), [(600.0, 595.0), (10.0, 5.0), (5.0, 1.0), (1.0, 0.5)])
+def test_streams_get_all_of_the_time_of_a_stop_but_what_serve_needs_itself(timeout, grace):
+    assert parse_config({"model": "demo", "drain_timeout": timeout}).stream_grace == grace
