@@ -122,7 +122,7 @@ class AnswerCopies:
             return True
         self._copy(copied)
         told = [home for home, known in copied.homes.items() if known >= 0]
-        async with aclosing(self._told(told, record, len(record.notes), 0.0)) as answers:
+        async with aclosing(self._told(told, record.head, len(record.notes), 0.0)) as answers:
             async for found in answers:
                 if found.name:
                     return True
@@ -188,7 +188,7 @@ class AnswerCopies:
     async def news(self, record: Record, known: int, wait: float) -> Record | None:
         """See `Copies.news`. The first replica that has some is believed."""
         none: Record | None = None
-        async with aclosing(self._told(self._linked(), record, known, wait)) as answers:
+        async with aclosing(self._told(self._linked(), record.head, known, wait)) as answers:
             async for found in answers:
                 if not found.name:
                     continue
@@ -202,10 +202,9 @@ class AnswerCopies:
         return none
 
     async def _told(
-        self, replicas: Sequence[ReplicaHandle], record: Record, known: int, wait: float
+        self, replicas: Sequence[ReplicaHandle], head: Head, known: int, wait: float
     ) -> AsyncGenerator[Fetched, None]:
         """Ask replicas at once; yields what each of them says as it comes."""
-        head = record.head
         asks = [asyncio.create_task(self._ask(one, head.name, head.tenant, known, wait)) for one in replicas]
         try:
             for ask in asyncio.as_completed(asks):
@@ -220,9 +219,9 @@ class AnswerCopies:
         self._learn((Deletion(head.name, head.tenant, head.born, self._retention),))
         until = asyncio.get_running_loop().time() + PATIENCE
         while (linked := self._linked()) or not all(model.reaches_all for model in self._models):
-            # It has read what was sent before, once it answers.
-            if linked and await self._ask(linked[0], head.name, head.tenant, 0, 0.0) is not None:
-                return
+            async with aclosing(self._told(linked, head, 0, 0.0)) as answers:
+                async for _ in answers:
+                    return  # who answers has read what was sent before
             if asyncio.get_running_loop().time() >= until:
                 raise ApiError("no_replica", "no replica could be told of the deletion yet", retry_after=1)
             await asyncio.sleep(SETTLES)

@@ -13,7 +13,7 @@ from cluster.router.answer_copies import NUM_COPIES, PATIENCE
 from cluster.simulator.answers import DELETED, GONE, LEFT, WHOLE, Answer, Scene
 from cluster.simulator.clients import CUT, LOOK
 from cluster.simulator.fleet import ABSENT, EVER, SPEECH
-from cluster.simulator.history import FREE, LIMITED, Arrive, Event, Kill, Leap, Partition, SetClock, Slow, Stop
+from cluster.simulator.history import FREE, LIMITED, Arrive, Kill, Leap, Partition, SetClock, Slow, Stop
 from cluster.simulator.lives import ReplicaLife, RouterLife
 from cluster.simulator.network import LATENCY
 from cluster.sleep_orders import ASLEEP
@@ -150,12 +150,18 @@ def _quotas(world: Scene) -> list[str]:
         charged, by_the_dead = _charged(world.fleet.all_routers, tenant), _charged(dead, tenant)
         answers = [one for one in world.answers if tenant == OPEN.name or one.asked.limited == (tenant == LIMITED)]
         asked = [answer.asked for answer in answers]
-        whole = [one.asked for one in answers if one.ends == [WHOLE] and not (dead and one.asked.kept)]
+        whole = [one.asked for one in answers if one.ends == [WHOLE] and not _lost_its_charge(world, one)]
         for name in charged:
             least, most = _due(world, whole, name), _due(world, asked, name) + by_the_dead[name]
             if not least <= charged[name] <= most:
                 wrong.append(f"{charged[name]} {name} of {tenant} were charged in place of {least} to {most}")
     return wrong + [told for life in world.fleet.all_routers for told in _exceeded(world, life)]
+
+
+def _lost_its_charge(world: Scene, answer: Answer) -> bool:
+    """Whether the router of a stored answer may have died just as it had ended."""
+    deaths = [begin for life in world.fleet.all_routers for begin, _ in world.fleet.downs.get((life.slot,), ())]
+    return answer.asked.kept and any(answer.began <= death <= answer.ended + LOOK for death in deaths)
 
 
 def _exceeded(world: Scene, life: RouterLife) -> list[str]:
@@ -271,12 +277,9 @@ def _untimely(world: Scene, answer: Answer, end: str) -> str:
 
 def _late_news(world: Scene) -> float:
     """Return the seconds in which who looks for a kept answer hears of its end: silent replicas are waited for."""
-    silent = any(isinstance(event, Stop | Partition) or _is_silent_death(event) for event in world.history.events)
+    events = world.history.events
+    silent = any(isinstance(one, Stop | Partition) or (isinstance(one, Kill) and one.silently) for one in events)
     return 2 * LOOK + (PATIENCE if silent else 0.0)
-
-
-def _is_silent_death(event: Event) -> bool:
-    return isinstance(event, Kill) and event.silently
 
 
 def _begins(tokens: dict[int, list[int]], whole: dict[int, list[int]]) -> bool:

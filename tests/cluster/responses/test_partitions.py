@@ -106,3 +106,19 @@ async def test_an_answer_that_ends_stays_so_when_its_router_and_a_replica_come_b
         await a_while()
         assert await states([one, two], known) == {state}
         await end(one, [name for name in names if name not in known], way)
+
+
+async def test_a_deletion_is_confirmed_by_whoever_answers_first_and_refused_where_nobody_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(answer_copies, "PATIENCE", 0.3)
+    async with RouterLab(tmp_path, routers=1) as lab:
+        (router,) = lab.routers
+        first, second = (await begun(router, 5))[:2]
+        await fetched(router, first)
+        for silent in lab.replicas[:2]:
+            monkeypatch.setattr(silent._answers, "take", lambda *_: None)
+        await end(router, [first], "delete")
+        router.dispatcher.ask_for_links(lambda: False, lambda: False)  # as a register of replicas that come back
+        await cut(router, *lab.replicas)
+        async with client_of(router) as client:
+            refused = await client.delete(f"/v1/responses/{second}")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_replica")
